@@ -71,15 +71,13 @@ def save_dcp(
             raise ValueError(f"{exchange.label}: a {kind} needs module= and optimizer=, as get_state_dict takes them")
     leaves = _model_leaves(exchange, state, needs_values=True)
     exchange.find_holders(leaves, {})
-    model: StateDict = {}
+    state_dict: StateDict = {}
+    model = _find_dict(state_dict, model_key)
     for name, leaf in leaves.items():
         for alias in exchange.saved_as(name):
             model[alias if module is None else _name_of_fsdp2(alias)] = leaf
-    state_dict: StateDict = {}
-    _find_dict(state_dict, model_key).update(model)
     if has_optimizer and optimizer is not None:
-        is_flat = flatten_optimizer_state_dict
-        content = _optimizer_content(exchange, state.opt_state, optimizer, is_flat)
+        content = _optimizer_content(exchange, state.opt_state, optimizer, flatten_optimizer_state_dict)
         _find_dict(state_dict, optimizer_key).update(content)
     files = [f"__{rank}_0.distcp" for rank in range(exchange.ranks.size)]
     with new_files(exchange, directory, (dcp_files.METADATA,), files) as temporary:

@@ -209,8 +209,8 @@ def rebuild_state(
         count = _count_updates(exchange, state, loaded) if updates is None else updates
         slots = {}
         for slot, tree in state.slots.items():
-            slot_leaves = {name: loaded[f"{name}.{slot}"] for name in named_leaves(flatten(tree))}
-            slots[slot] = exchange.with_leaves(tree, slot_leaves)
+            flat = flatten(tree)
+            slots[slot] = flat.unflatten([loaded.get(f"{name}.{slot}") for name in flat.names])
         return TorchState(
             updates=torch.full_like(state.updates, count),
             slots=slots,

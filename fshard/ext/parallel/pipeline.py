@@ -21,6 +21,7 @@ from fshard.extend import (
     describe,
     expect,
     flatten,
+    is_differentiated,
     record_on_tape,
     refuse,
     sum_dtype,
@@ -216,8 +217,7 @@ def _check_batch(arguments: _PipelineArguments, batch: Any) -> None:
     if arguments.schedule == "gpipe":
         return
     tensors = [leaf for leaf in batch.leaves if leaf is not None]
-    requires_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    is_constant = not requires_grad and not any_dual(tensors)
+    is_constant = not any(map(is_differentiated, tensors)) and not any_dual(tensors)
     expected = f"a batch that requires no gradient with schedule={arguments.schedule!r}"
     remedy = 'use schedule="gpipe" to differentiate with respect to the batch'
     expect(is_constant, "pipeline", expected, "one that does", remedy)
@@ -339,7 +339,7 @@ class _PipelineCall:
         """
         arguments = self.arguments
         tensors = [self.leaves[i] for i in self.floating]
-        differentiates = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        differentiates = any(map(is_differentiated, tensors))
         # The places of the tensors that have a gradient.
         with_grad: list[int] = []
 

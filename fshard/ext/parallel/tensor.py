@@ -306,27 +306,24 @@ def _match_plan(module: nn.Module, plan: Any) -> dict[str, Style]:
 
 def _match_counts(module: nn.Module, styles: Mapping[str, Style], divide: Any) -> dict[str, int]:
     """Find the attributes to divide, and refuse a plan that splits heads and does not say which numbers count them."""
-    patterns = divide
-    if isinstance(divide, str):
-        patterns = (divide,)
-    elif divide is None:
-        patterns = ()
-    are_patterns = isinstance(patterns, list | tuple) and all(isinstance(pattern, str) for pattern in patterns)
-    expect(are_patterns, API_NAME, "divide to be patterns of attributes' names", f"{divide!r:.60}")
     numbers = {}
     for path, submodule in named_modules(module):
         for key, value in vars(submodule).items():
             if type(value) is int:
                 numbers[f"{path}.{key}".lstrip(".")] = value
-    matches: set[str] = set()
+    if divide is None:
+        _check_heads(numbers, styles)
+        return {}
+    patterns = (divide,) if isinstance(divide, str) else divide
+    are_patterns = isinstance(patterns, list | tuple) and all(isinstance(pattern, str) for pattern in patterns)
+    expect(are_patterns, API_NAME, "divide to be patterns of attributes' names", f"{divide!r:.60}")
+    counts: dict[str, int] = {}
     for pattern in patterns:
         names = [name for name in numbers if fnmatchcase(name, pattern)]
         expected = "divide to match attributes that are whole numbers"
         expect(names, API_NAME, expected, f"{pattern!r}, which matches none")
-        matches.update(names)
-    if divide is None:
-        _check_heads(numbers, styles)
-    return {name: number for name, number in numbers.items() if name in matches}
+        counts |= {name: numbers[name] for name in names}
+    return counts
 
 
 def _check_heads(names: Iterable[str], styles: Mapping[str, Style]) -> None:

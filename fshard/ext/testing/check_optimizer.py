@@ -53,7 +53,9 @@ def check_optimizer(
     """
     is_optimizer = isinstance(tx, fs.Optimizer | fs.GradientTransformation)
     expect(is_optimizer, "check_optimizer", "tx to be an Optimizer or a GradientTransformation", describe(tx))
-    problems = flatten(params).problems(_describe_misfit)
+    problems = flatten(params).problems(
+        lambda leaf: None if isinstance(leaf, torch.Tensor) else (describe(leaf), "a full tensor")
+    )
     refuse("check_optimizer: leaves are no tensors", problems, "keep other values out of the tree")
     tx = tx if isinstance(tx, fs.Optimizer) else fs.chain(tx, fs.sgd(0.1))
     gradients = [_draw_gradients(params, step) for step in range(STEPS)]
@@ -74,10 +76,6 @@ def check_optimizer(
             law = f"{world_size} ranks under {name} do not end where one rank does; {_NORMS}"
             for result in results:
                 _assert_same(law, result[name], expected, exact=False)
-
-
-def _describe_misfit(leaf: Any) -> tuple[str, str] | None:
-    return None if isinstance(leaf, torch.Tensor) else (describe(leaf), "a full tensor")
 
 
 def _draw_gradients(params: Any, step: int) -> Any:

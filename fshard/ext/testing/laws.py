@@ -18,6 +18,7 @@ from fshard.extend import (
     process_rank,
     refuse,
     start_scatter,
+    sum_over,
     summed_axes,
     tolerance,
 )
@@ -95,9 +96,7 @@ def _inner_products(transform: fs.ShardTransform, params: Any, seed: int) -> Any
         row = [_dot(full, y), _dot(leaf.local, grad) / copies, _dot(full.abs(), y.abs())]
         rows.append(row)
     sums = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)
-    for axis in transform.axes:
-        (sums,) = fs.comm.all_reduce([sums], axis, "check_adjoint")
-    return sums.tolist()
+    return sum_over(sums, transform.axes).tolist()
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -97,12 +97,13 @@ def assert_same_bits(
     for size, rows in zip(ranks[1:], others, strict=True):
         # The first row is the state before all steps.
         for number, (a, b) in enumerate(zip(first, rows, strict=True), start=-1):
-            differing = []
+            differences = {}
             for name in a | b:
-                if _describe_difference(a.get(name, ABSENT), b.get(name, ABSENT)):
-                    differing.append(name)
-            if differing:
-                raise AssertionError(_report(number, (ranks[0], size), a, b, differing))
+                text = _describe_difference(a.get(name, ABSENT), b.get(name, ABSENT))
+                if text:
+                    differences[name] = text
+            if differences:
+                raise AssertionError(_report(number, (ranks[0], size), differences, a | b))
 
 
 def _run_steps(step: Callable[..., Any], state: Callable[..., Any], batches: Sequence[Sequence[Any]]) -> list[Values]:
@@ -146,21 +147,19 @@ def _values(part: str, tree: Any) -> Values:
     return leaves
 
 
-def _report(
-    number: int, ranks: tuple[int, int], expected: Values, actual: Values, differing: Sequence[tuple[str, str]]
-) -> str:
+def _report(number: int, ranks: tuple[int, int], differences: Values, leaves: Values) -> str:
     """Describe the first step that differs, or the state before all steps, whose number is -1."""
     place = f"step {number} (counted from 0) has" if number >= 0 else "the states to start from have"
-    first = differing[0]
+    first = next(iter(differences))
     cause, remedy = _CAUSES[first[0].partition(".")[0]]
     if number < 0:
         cause = "the function that makes the state"
         remedy = "make it of the same values, such as by model.init(strategy, seed=0)"
-    counts = Counter(part for part, _ in differing)
-    totals = Counter(part for part, _ in expected | actual)
+    counts = Counter(part for part, _ in differences)
+    totals = Counter(part for part, _ in leaves)
     lines = [
         f"assert_same_bits: {place} other bits on {ranks[1]} ranks than on {ranks[0]}",
-        f"  {first[0]}{first[1]}: {_describe_difference(expected.get(first, ABSENT), actual.get(first, ABSENT))}",
+        f"  {first[0]}{first[1]}: {differences[first]}",
         "  leaves that differ: " + ", ".join(f"{counts[part]} of {totals[part]} in {part}" for part in counts),
         f"  {cause}",
     ]
