@@ -58,9 +58,10 @@ def ring_attention(
     each query. Under torch.func and with tangents each rank gathers all k and v instead, and differentiable operations
     keep the scores of its queries and all keys.
 
-    In "contiguous" order, rank r of n computes 4 r + 3 blocks of a causal ring that has 2 n chunks of time, and all
-    ranks wait for the last one. In "zigzag" order rank r holds chunk r from the front and chunk r from the back, and
-    each rank computes 2 n + 1 blocks. `ring_positions` cuts the batch and the positions accordingly.
+    In "contiguous" order, rank r of n sees the keys of r + 1 ranks in a causal ring, and all ranks wait for the last
+    one. In "zigzag" order, the time is cut into 2 n chunks, of which rank r holds chunk r from the front and chunk r
+    from the back, and each rank computes 2 n + 1 blocks of a chunk's queries and a chunk's keys. `ring_positions` cuts
+    the batch and the positions accordingly.
 
     Args:
         q: Queries of this rank, of shape (batch, heads, time, head dim).
@@ -98,7 +99,7 @@ def ring_attention(
     is_cut = not is_zigzag or time % 2 == 0
     expected = "an even size of dim 2, the time, whose halves are the chunks in 'zigzag' order"
     expect(is_cut, api_name, expected, str(time), "cut by fs.ring_positions")
-    ring = _Ring(axis, is_causal, is_zigzag, is_halved=axis.size > 1 and time > 1, scale=scale)
+    ring = _Ring(axis, is_causal, is_zigzag and axis.size > 1, scale)
     (out,) = custom_call(
         ring.forward,
         ring.backward,
@@ -131,28 +132,22 @@ class _Ring(NamedTuple):
     Attributes:
         axis: The axis.
         is_causal: Whether a query only sees keys up to its own position.
-        is_zigzag: Whether a rank's two chunks of time come from both ends of the sequence.
-        is_halved: Whether a rank's time is cut into two chunks, so that blocks take less memory.
+        is_zigzag: Whether a rank holds two chunks of time, from both ends of the sequence, and not one.
         scale: The factor of scores.
     """
 
     axis: fs.Axis
     is_causal: bool
     is_zigzag: bool
-    is_halved: bool
     scale: float
 
     def chunks_of(self, rank: int) -> list[int]:
         """Number the chunks of time that a rank holds."""
-        if not self.is_halved:
-            return [rank]
-        if self.is_zigzag:
-            return [rank, 2 * self.axis.size - 1 - rank]
-        return [2 * rank, 2 * rank + 1]
+        return [rank, 2 * self.axis.size - 1 - rank] if self.is_zigzag else [rank]
 
     def cut(self, tensor: torch.Tensor) -> Tensors:
         """Cut a rank's time into its chunks."""
-        return tensor.chunk(2, dim=2) if self.is_halved else [tensor]
+        return tensor.chunk(2, dim=2) if self.is_zigzag else [tensor]
 
     def blocks(self, step: int) -> list[_Block]:
         """List the blocks of this rank's queries and the keys of the rank that is so many steps before it.

@@ -187,8 +187,7 @@ class NodeReader:
         return node
 
     def _read_call(self, call: JSON) -> None:
-        is_triple = type(call) is list and len(call) == 3
-        if not is_triple or [type(part) for part in call] != [str, list, dict]:
+        if not has_form(call, (str, list, dict)):
             self.refuse("an operator's name, a list of arguments and an object of keywords", call)
         target, args, kwargs = call
         self.part = f"{self.part} ({target:.80})"

@@ -123,8 +123,7 @@ def check_pure(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     trees = {**{f"argument {i}": arg for i, arg in enumerate(args)}, **kwargs}
     before = []
     for name, tree in trees.items():
-        flat = flatten(tree)
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        for path, leaf in flatten(tree).named_leaves:
             tensor = tensor_of(leaf)
             if isinstance(tensor, torch.Tensor):
                 before.append((f"{name}{path}", leaf, tensor, _digest(tensor)))

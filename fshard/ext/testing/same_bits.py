@@ -139,7 +139,7 @@ def _values(part: str, tree: Any) -> Values:
     tree = fs.unshard(tree)
     flat = flatten(tree)
     leaves: Values = {}
-    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+    for path, leaf in flat.named_leaves:
         # A tensor that stands for a whole tree has no path.
         place = part, "" if leaf is tree else path
         is_tensor = isinstance(leaf, torch.Tensor)
