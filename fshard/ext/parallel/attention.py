@@ -143,11 +143,16 @@ class _Ring(NamedTuple):
 
     def chunks_of(self, rank: int) -> list[int]:
         """Number the chunks of time that a rank holds."""
-        return [rank, 2 * self.axis.size - 1 - rank] if self.is_zigzag else [rank]
+        if not self.is_zigzag:
+            return [rank]
+        last_chunk = 2 * self.axis.size - 1
+        return [rank, last_chunk - rank]
 
     def cut(self, tensor: torch.Tensor) -> Tensors:
         """Cut a rank's time into its chunks."""
-        return tensor.chunk(2, dim=2) if self.is_zigzag else [tensor]
+        if not self.is_zigzag:
+            return [tensor]
+        return tensor.chunk(2, dim=2)
 
     def blocks(self, step: int) -> list[_Block]:
         """List the blocks of this rank's queries and the keys of the rank that is so many steps before it.
@@ -160,7 +165,8 @@ class _Ring(NamedTuple):
         for i, query_chunk in enumerate(self.chunks_of(rank)):
             for j, key_chunk in enumerate(key_chunks):
                 if key_chunk <= query_chunk or not self.is_causal:
-                    blocks.append(_Block(i, j, self.is_causal and query_chunk == key_chunk))
+                    is_causal = self.is_causal and query_chunk == key_chunk
+                    blocks.append(_Block(i, j, is_causal))
         return blocks
 
     def run_plain(self, tensors: Tensors) -> Tensors:
@@ -172,10 +178,12 @@ class _Ring(NamedTuple):
         scores = q.to(dtype) @ keys.to(dtype).mT * self.scale
         if self.is_causal:
             size = self.axis.size
-            key_positions = _list_positions(keys.shape[2], size, self.is_zigzag).to(q.device)
+            positions = _list_positions(keys.shape[2], size, self.is_zigzag)
+            key_positions = positions.to(q.device)
             query_positions = key_positions.chunk(size)[fs.comm.rank(self.axis)]
             scores = scores.masked_fill(key_positions > query_positions[:, None], -math.inf)
-        return [(scores.softmax(-1) @ values.to(dtype)).to(q.dtype)]
+        out = scores.softmax(-1) @ values.to(dtype)
+        return [out.to(q.dtype)]
 
     def forward(self, tensors: Tensors) -> tuple[Tensors, Tensors]:
         """Attend to the keys of every rank, while the next keys are on their way.
@@ -287,7 +295,8 @@ def ring_positions(axis: fs.Axis, time: int, order: str = "contiguous") -> torch
     divides = type(time) is int and time > 0 and time % chunks_count == 0
     expected = f"time to be a multiple of {chunks_count}, the chunks in {order!r} order of {axis.size} ranks"
     expect(divides, "ring_positions", expected, f"{time!r:.40}", "pad the sequence")
-    return _list_positions(time, axis.size, is_zigzag).chunk(axis.size)[fs.comm.rank(axis)].clone()
+    pieces = _list_positions(time, axis.size, is_zigzag).chunk(axis.size)
+    return pieces[fs.comm.rank(axis)].clone()
 
 
 def _list_positions(time: int, size: int, is_zigzag: bool) -> torch.Tensor:
@@ -362,8 +371,8 @@ def _check_four_dims(api_name: str, tensors: Mapping[str, Any]) -> None:
 def _check_tensors(api_name: str, q: Any, k: Any, v: Any) -> None:
     _check_four_dims(api_name, {"q": q, "k": k, "v": v})
     expect(q.shape[2] > 0, api_name, "a size of dim 2, the time, of 1 or more on every rank", "0")
-    expected_shapes = (("k", k, q.shape), ("v", v, (*q.shape[:-1], v.shape[-1])))
-    for name, tensor, shape in expected_shapes:
+    v_shape = *q.shape[:-1], v.shape[-1]
+    for name, tensor, shape in (("k", k, q.shape), ("v", v, v_shape)):
         fits = tensor.shape == shape and tensor.dtype == q.dtype
         expected = f"{name} to be of shape {tuple(shape)} and dtype {q.dtype}, as q is"
         remedy = "repeat heads that several share by k.repeat_interleave(times, 1)"

@@ -257,7 +257,9 @@ class _PipelineCall:
         for i, leaf in fs.pcast(shared, axis, to="varying").items():
             self.leaves[i] = leaf
         count = arguments.microbatches
-        self.batches = [fs.tree_map(lambda rows, i=i: rows.chunk(count)[i], batch) for i in range(count)]
+        self.batches = []
+        for i in range(count):
+            self.batches.append(fs.tree_map(lambda rows, i=i: rows.chunk(count)[i], batch))
         with torch.no_grad():
             like = arguments.first(self.unflatten(self.leaves), self.batches[0][0])
         is_floating = isinstance(like, torch.Tensor) and like.is_floating_point()
@@ -465,7 +467,10 @@ class _Run:
         """Run the backward of the stage; return the cotangent of its input, None on the first stage."""
         call = self._call
         live = self._live.pop(op.microbatch)
-        cotangent = torch.ones_like(live.out) if self._is_last(op) else self._inbox.pop(op)()
+        if self._is_last(op):
+            cotangent = torch.ones_like(live.out)
+        else:
+            cotangent = self._inbox.pop(op)()
         trained = [i for i, leaf in enumerate(self._leaves) if leaf.requires_grad]
         inputs = [*(self._leaves[i] for i in trained), *live.sources]
         outputs = [token for token in live.tokens if token.requires_grad]

@@ -142,7 +142,8 @@ def _make_split(module: nn.Module, axis: fs.Axis, dims: Mapping[str, int | None]
             names_by_dim.setdefault(dim, []).append(escape(name))
     split: fs.ShardTransform | None = None
     for dim, names in names_by_dim.items():
-        split = fs.masked(fs.split_dim(axis, dim=dim), tuple(names), otherwise=split)
+        along_dim = fs.split_dim(axis, dim=dim)
+        split = fs.masked(along_dim, tuple(names), otherwise=split)
     return split or fs.compose()
 
 
@@ -216,7 +217,9 @@ class _Layer(NamedTuple):
         expected = f"size of dim {self.dim} to be a multiple of {ranks}, the ranks of {self.axis.name!r}"
         expect(size % ranks == 0, API_NAME, expected, f"{size}", "pad the dim")
         piece_size = size // ranks
-        return fs.pcast(x, self.axis, to="varying").narrow(self.dim, fs.axis_index(self.axis) * piece_size, piece_size)
+        start = fs.axis_index(self.axis) * piece_size
+        varying = fs.pcast(x, self.axis, to="varying")
+        return varying.narrow(self.dim, start, piece_size)
 
     def run_column(self, x: torch.Tensor) -> torch.Tensor:
         if not self.is_inside:
@@ -266,8 +269,9 @@ class _Layer(NamedTuple):
         padding = self.module.padding_idx
         if padding is None:
             return out
+        is_padding = ids == padding
         # The row of padding has no gradient.
-        return torch.where((ids == padding)[..., None], out.detach(), out)
+        return torch.where(is_padding[..., None], out.detach(), out)
 
     def run_head(self, x: torch.Tensor) -> torch.Tensor:
         return fs.all_gather_invariant(self.run_column(x), self.axis, x.dim() - 1)

@@ -241,8 +241,15 @@ def _find_place(
     model = fs.functionalize(module)
 
     def reference_step(state: fs.TrainState, batch: Any) -> torch.Tensor:
+        buffers = model.buffers | (state.buffers or {})
+
         def loss_of(params: Any, batch: Any) -> torch.Tensor:
-            return loss_fn(_make_forward(model, params, model.buffers | (state.buffers or {})), batch)
+            # Stands for the module that DDP wraps.
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                out, _ = model.apply(params, *args, buffers=buffers, **kwargs)
+                return out
+
+            return loss_fn(forward, batch)
 
         objective, _ = fs.value_and_grad(loss_of)(state.params, batch)
         return objective
@@ -259,16 +266,6 @@ def _find_place(
         )
     headline = "The first operation that differs from the module's:"
     return f"\n{headline}\n{difference.first}"
-
-
-def _make_forward(model: fs.Model, params: Any, buffers: dict[str, torch.Tensor]) -> Callable[..., Any]:
-    """Make a function of a model's arguments that stands for the module that DDP wraps."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        out, _ = model.apply(params, *args, buffers=buffers, **kwargs)
-        return out
-
-    return forward
 
 
 def _describe_ratios(
