@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd import Function
@@ -16,38 +16,23 @@ Forward = Callable[[Tensors], tuple[Tensors, Tensors]]
 Backward = Callable[[Tensors, Tensors], Sequence[torch.Tensor | None]]
 
 
-class _CustomBackward(NamedTuple):
-    """What the backward of `custom_call` needs besides tensors.
-
-    Attributes:
-        run: The backward.
-        refuse_if: Refuses what `custom_call` cannot differentiate, if its argument is true.
-        variance: What varies.
-    """
-
-    run: Backward
-    refuse_if: Callable[[bool], None]
-    variance: Variance
-
-
 class _CustomCall(Function):
     @staticmethod
     def forward(
-        ctx: Any, forward: Forward, custom: _CustomBackward, *tensors: torch.Tensor
+        ctx: Any, forward: Forward, backward: Backward, variance: Variance, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.custom = custom
-        ctx.variance = custom.variance
+        ctx.run_backward = backward
+        ctx.variance = variance
         # Graphs made inside get their own tape. The name is part of each message's tag, so ranks with different
         # arguments are told which differ.
-        with record_on_tape(), annotate_collectives((custom.variance.name,)):
+        with record_on_tape(), annotate_collectives((variance.name,)):
             outputs, saved = forward(tensors)
         ctx.save_for_backward(*saved)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        ctx.custom.refuse_if(torch.is_grad_enabled() or transforms_active())
-        return None, None, *ctx.custom.run(ctx.saved_tensors, grads)
+        return None, None, None, *ctx.run_backward(ctx.saved_tensors, grads)
 
 
 def custom_call(
@@ -90,9 +75,13 @@ def custom_call(
                 f"torch.func, in a jvp or in a second derivative{remedy and '; '}{remedy}"
             )
 
+    def run_backward(saved: Tensors, grads: Tensors) -> Sequence[torch.Tensor | None]:
+        refuse_if(torch.is_grad_enabled() or transforms_active())
+        return backward(saved, grads)
+
     if transforms_active() or any_dual(tensors):
         refuse_if(plain is None)
         return list(plain(tensors))  # type: ignore[misc]
     variance = Variance(api_name, (axis,), operand=True, result=True)
-    call = partial(_CustomCall.apply, forward, _CustomBackward(backward, refuse_if, variance))
+    call = partial(_CustomCall.apply, forward, run_backward, variance)
     return run_on_tape(lambda tensors: list(call(*tensors)), tensors, axis)
