@@ -1,7 +1,7 @@
 """whole: optimizers that look across the elements of a leaf, each leaf stepped as a whole by one rank."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -272,14 +272,16 @@ def _return_to_ranks(
 
     # Optimizers keep step counts on the CPU. They travel with the leaves where only accelerators can send.
     expected_numbers = [_numbers_in(flat.leaves) for flat in flats]
-    are_on_cpu = all(number.is_cpu for numbers in expected_numbers for number in numbers)
+    are_on_cpu = all(number.is_cpu for of_owner in expected_numbers for number in of_owner)
     if are_on_cpu and supports_cpu_messages(axis):
         device = torch.device("cpu")
     numbers_of_owners = _exchange([send_numbers] * axis.size, expected_numbers, axis, device)
 
     returned = list(rows)
     for owner, flat in enumerate(flats):
-        values = _replace_values(flat.leaves, shards_of_owners[owner], numbers_of_owners[owner])
+        shards = iter(shards_of_owners[owner])
+        numbers = iter(numbers_of_owners[owner])
+        values = [_take_next(old, shards, numbers) for old in flat.leaves]
         for i, row in zip(owned[owner], flat.unflatten(values), strict=True):
             returned[i] = row
     return returned
@@ -299,23 +301,14 @@ def _split_values(
     return shards_for_ranks, _numbers_in(new_values)
 
 
-def _replace_values(
-    old_values: Sequence[Any],
-    shards: Sequence[torch.Tensor],
-    numbers: Sequence[torch.Tensor],
-) -> list[Any]:
-    """Replace each shard and each number by the next new one."""
-    next_shards = iter(shards)
-    next_numbers = iter(numbers)
-    values = list(old_values)
-    for i, old in enumerate(values):
-        if isinstance(old, fs.Sharded):
-            values[i] = fs.Sharded(next(next_shards), old.spec)
-        elif isinstance(old, torch.Tensor):
-            values[i] = next(next_numbers)
-        elif old is not None:
-            values[i] = type(old)(next(next_numbers).item())
-    return values
+def _take_next(old: Any, shards: Iterator[torch.Tensor], numbers: Iterator[torch.Tensor]) -> Any:
+    """Take the next new shard, or the next new number, in the place of an old value."""
+    if old is None:
+        return None
+    if isinstance(old, fs.Sharded):
+        return fs.Sharded(next(shards), old.spec)
+    number = next(numbers)
+    return number if isinstance(old, torch.Tensor) else type(old)(number.item())
 
 
 def _numbers_in(values: Sequence[Any]) -> list[torch.Tensor]:

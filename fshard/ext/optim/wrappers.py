@@ -1,7 +1,7 @@
 """Optimizers around optimizers: for parts of a tree, skipped updates, and an average of parameters."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -107,14 +107,12 @@ def _where(condition: torch.Tensor, new: Any, old: Any, donate: bool) -> Any:
     """
     # A state that `init` did not make, such as one restored for another mesh, may have leaves on other devices than the
     # condition. The host waits for each copy to the CPU, so copy the condition once to each device.
-    condition_on = {condition.device: condition}
+    condition_on = cache(condition.to)
 
     def choose(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         if new is old:
             return old
-        if old.device not in condition_on:
-            condition_on[old.device] = condition.to(old.device)
-        chosen = torch.where(condition_on[old.device], new, old)
+        chosen = torch.where(condition_on(old.device), new, old)
         return old.copy_(chosen) if donate else chosen
 
     return fs.tree_map(choose, new, old)
@@ -131,7 +129,7 @@ def put_counts_beside(params: Any, state: Any) -> Any:
         return state
 
     def move(leaf: Any) -> Any:
-        is_count = isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.device.type == "cpu"
+        is_count = isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_cpu
         return leaf.to(accelerator) if is_count else leaf
 
     return fs.tree_map(move, state)
