@@ -216,7 +216,8 @@ class _Ring(NamedTuple):
         *qkv, out, logs = saved
         q, k, v = qkv
         dq, dk, dv = (x.new_zeros(x.shape, dtype=logs.dtype) for x in qkv)
-        queries = list(zip(*map(self.cut, (grads[0], q, out, logs, dq)), strict=True))
+        of_queries = grads[0], q, out, logs, dq
+        queries = list(zip(*map(self.cut, of_queries), strict=True))
         size = self.axis.size
         receive = self._send([k, v]) if size > 1 else None
         for step in range(1, size + 1):
@@ -225,10 +226,12 @@ class _Ring(NamedTuple):
             if step > 1:
                 (dk,) = self._send([dk])()
                 (dv,) = self._send([dv])()
-            keys = list(zip(*map(self.cut, (current_k, current_v, dk, dv)), strict=True))
+            of_keys = current_k, current_v, dk, dv
+            keys = list(zip(*map(self.cut, of_keys), strict=True))
             self._add_gradients(self.blocks(step % size), queries, keys)
-            del current_k, current_v, keys
-        return [total.to(x.dtype) for total, x in zip((dq, dk, dv), qkv, strict=True)]
+            del current_k, current_v, of_keys, keys
+        totals = dq, dk, dv
+        return [total.to(x.dtype) for total, x in zip(totals, qkv, strict=True)]
 
     def _add_gradients(self, blocks: Sequence[_Block], queries: Sequence[Tensors], keys: Sequence[Tensors]) -> None:
         """Add to the sums of gradients, in place.
