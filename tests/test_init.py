@@ -84,6 +84,20 @@ class GPT(Undrawn):
         self.apply(self._init_weights)
 
 
+class Titan(nn.Module):
+    """As models of torchtitan: a method of its own draws all values at once, and makes a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
+        self.register_buffer("frequencies", torch.ones(3), persistent=False)
+
+    def init_weights(self):
+        self.frequencies = torch.arange(3.0)
+        nn.init.normal_(self.tokens.weight)
+        nn.init.trunc_normal_(self.head.weight, std=0.02)
+
+
 class Own(nn.Module):
     """A matrix, a vector and a linear layer whose values a function draws."""
 
@@ -236,10 +250,20 @@ def reset(module):
         module.reset_parameters()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_reset_sets_the_values_of_each_submodule(mode):
+def reset_at_once(module):
+    """As the error says that a Titan is drawn."""
+    return module.init_weights() if isinstance(module, Titan) else None
+
+
+# Models, how they are reset, the mode, and the buffers that they then have.
+RESETS = [(Undrawn, reset, "replay", {}), (Undrawn, reset, "counter", {})]
+RESETS += [(Titan, reset_at_once, "replay", {"frequencies": torch.arange(3.0)})]
+
+
+@pytest.mark.parametrize("make, reset, mode, buffers", RESETS)
+def test_reset_sets_the_values_of_each_submodule(make, reset, mode, buffers):
     with torch.device("meta"):
-        bare = Undrawn()
+        bare = make()
 
     def program():
         model = fs.functionalize(bare)
@@ -248,9 +272,9 @@ def test_reset_sets_the_values_of_each_submodule(mode):
         # A rank holds its part, and not the memory of the tensor that it was cut from.
         for leaf in params.values():
             assert leaf.local.untyped_storage().nbytes() == leaf.local.nbytes
-        return fs.unshard(params)
+        return fs.unshard(params), model.buffers
 
-    expected = expected_parameters(bare, 3, mode, reset)
+    expected = expected_parameters(bare, 3, mode, reset), buffers
     assert_same_bits(spmd(program, 2), [expected] * 2)
 
 
@@ -261,6 +285,12 @@ def test_what_nobody_draws_is_refused():
         assert text_of(lambda m=mode: init_params(Undrawn(), mode=m)) == f"{headline}\n  {root}\n{REMEDY}"
     left = "  ['norm.weight']: expected a value for each, got elements left out by reset_parameters"
     assert text_of(lambda: init_params(Undrawn(), reset=Undrawn._init_weights)) == f"{headline}\n{left}\n{REMEDY}"
+    at_once = (
+        "  (root): expected a way to draw its values, got Titan, whose init_weights is not called\n"
+        "To fix: pass reset=lambda module: module.init_weights() if isinstance(module, Titan) else None, which draws "
+        "the whole model at once, or a reset that draws one submodule at a time."
+    )
+    assert text_of(lambda: init_params(Titan())) == f"{headline}\n{at_once}"
 
 
 WRAPPERS = {"checkpointed": checkpoint_wrapper, "compiled": lambda module: torch.compile(module, backend="eager")}

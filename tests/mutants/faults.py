@@ -43,7 +43,7 @@ MIRRORS = {
     "fshard/comm": ("tests/comm",),
     "fshard/collectives/moves.py": ("tests/test_moves.py", "tests/test_collectives.py"),
     "fshard/collectives/objective.py": (
-        *("tests/test_weighted.py", "tests/test_reduce_over.py", "tests/test_unused.py"),
+        *("tests/test_reduce_over.py", "tests/test_unused.py"),
         *("tests/jit/test_steps.py", "tests/test_varying.py", "tests/test_accumulate.py"),
     ),
     "fshard/collectives/linear.py": ("tests/test_collectives.py", "tests/test_derivatives.py", "tests/test_varying.py"),
@@ -85,6 +85,7 @@ MIRRORS = {
     "fshard/module_template.py": (
         "tests/engine",
         "tests/test_apply.py",
+        "tests/test_units_memory.py",
         "tests/test_units_policies.py",
         "tests/test_units_state.py",
     ),
@@ -109,6 +110,7 @@ MIRRORS = {
         "tests/ext/optim/test_blocks.py",
     ),
     "fshard/shard.py": ("tests/test_law_round_trip.py", "tests/test_frozen.py", "tests/test_bad_input.py"),
+    "fshard/checkpoint/restore.py": ("tests/test_law_round_trip.py", "tests/checkpoint"),
     "fshard/checkpoint/saving.py": ("tests/checkpoint/test_exits.py",),
     "fshard/checkpoint/errors.py": ("tests/checkpoint/test_failing_ranks.py",),
     "fshard/checkpoint/exchange.py": (
