@@ -116,3 +116,11 @@ def test_reshard_of_a_whole_train_state(start):
 
 def specs(params):
     return [leaf.spec for leaf in flatten(params).leaves if leaf is not None]
+
+
+@on_ranks(2)
+def test_a_checkpoint_is_read_into_memory_with_gaps(tmp_path):
+    """A chunk holds some columns of a matrix, whose rows lie apart in the memory of the whole one."""
+    full = {"w": normal()(6, 8)}
+    fs.checkpoint.save(tmp_path, fs.shard(full, fs.fully_shard(one_axis(), dim=1)), 1)
+    assert_same_bits(fs.checkpoint.restore(tmp_path, fs.tree_map(torch.zeros_like, full)), full)

@@ -77,12 +77,24 @@ class Layer(nn.Module):
         return x + torch.tanh(x @ self.weight.T) @ self.weight + self.bias
 
 
-def noted(world_size, checkpointed=False, **options):
+class AfterRecurrent(nn.Module):
+    """A layer behind a recurrent one, whose weights have 100 rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.layer = nn.LSTM(WIDTH, 25, proj_size=WIDTH), Layer(1, checkpointed=False)
+
+    def forward(self, pair):
+        x, log = pair
+        return self.layer((self.lstm(x)[0], log))
+
+
+def noted(module, world_size, **options):
     """What each rank noted, with everything that it logged."""
-    module = filled(nn.Sequential(*(Layer(number, checkpointed) for number in range(LAYERS))))
+    filled(module)
 
     def program():
-        log, model = Log(), fs.functionalize(module, Layer)
+        log, model = Log(), fs.functionalize(module, lambda _, part: isinstance(part, Layer | nn.LSTM))
         params = model.init(fs.compose(zero3(**options)(one_axis()), Watched(log)))
         (x,) = vectors(world_size)[my_rank()]
         _, log.returned = fs.value_and_grad(lambda p: model.apply(p, (x, log))[0].square().mean())(params)
@@ -105,7 +117,8 @@ def test_a_unit_s_weight_is_freed_after_its_turn(world_size, prefetch, checkpoin
     again = REGATHER[regather]
     # The last units stay for the backward where no gathers are under way in their place.
     last_dropped = LAYERS - 1 - prefetch
-    for log in noted(world_size, checkpointed, prefetch=prefetch, regather=regather):
+    module = nn.Sequential(*(Layer(number, checkpointed) for number in range(LAYERS)))
+    for log in noted(module, world_size, prefetch=prefetch, regather=regather):
         events = {(event, layer) for event, layer, _, _ in log.notes}
         assert {("backward begins", n) for n in range(LAYERS)} < events
         for event, layer, weights, grads in log.notes:
@@ -122,6 +135,13 @@ def test_a_unit_s_weight_is_freed_after_its_turn(world_size, prefetch, checkpoin
         assert log.notes[-1] == ("returned", -1, set(), set())
         twice = [n for n in range(last_dropped) if n in again]
         assert Counter(layer for layer, _ in log.gathered) == Counter([*range(LAYERS), *twice])
+
+
+def test_a_recurrent_layer_lets_its_weights_go_after_its_turn():
+    """torch lists them in the module, which would hold them until the call ends."""
+    for log in noted(AfterRecurrent(), 2, prefetch=0):
+        assert log.notes[0] == ("begin", 1, {1}, set())
+        assert {layer for layer, _ in log.gathered} >= {0, 1}
 
 
 @pytest.mark.parametrize("keep", (False, True))

@@ -41,6 +41,16 @@ def test_parameters_of_fsdp2_are_taken_over():
 
 
 @on_ranks("2 processes")
+def test_parameters_that_a_module_freezes_are_frozen():
+    """Tensors of a state dict are no parameters, and take no gradient either way."""
+    mesh, module, _, _ = sharded_by_both()
+    module[0].requires_grad_(False)
+    for tensors, frozen in ((dict(module.named_parameters()), ["0.weight", "0.bias"]), (module.state_dict(), [])):
+        params = fs.from_dtensor(tensors, every_leaf(mesh))
+        assert [name for name, leaf in params.items() if leaf.spec.frozen] == frozen
+
+
+@on_ranks("2 processes")
 def test_a_mesh_without_names_has_the_axes_of_the_same_ranks():
     """FSDP2 makes one where it is given none."""
     one_axis()

@@ -38,6 +38,11 @@ def by_rank(params, x):
     return loss_fn(params, x + (my_rank() == 3))
 
 
+def with_a_leaf_more(state, microbatches):
+    """A step whose third result has a leaf on several ranks alone."""
+    return *step(state, microbatches), {"count": 1} if len(microbatches) < len(BATCHES[0]) else {}
+
+
 DIFFERENT = {
     "sums in turn": (
         partial(step, reduction_order=None, aux=True),
@@ -60,11 +65,16 @@ DIFFERENT = {
         partial(state, of=lambda mesh: mesh.size()),
         "the states to start from have other bits",
     ),
+    "a leaf of one world size": (
+        with_a_leaf_more,
+        state,
+        r"\n  aux\['count'\]: .*\n  leaves that differ: 1 of 1 in aux\n",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-@pytest.mark.rows(4)
+@pytest.mark.rows(len(DIFFERENT))
 def test_other_bits_are_named(name):
     step, state, text = DIFFERENT[name]
     with pytest.raises(AssertionError, match=text):
