@@ -110,6 +110,19 @@ def test_axes_that_have_rates_of_their_own_send_at_the_same_time():
     assert_trees_close(waiting(dict.fromkeys(sizes, 1e3)), shared / 2, **within(shared, terms=100))
 
 
+def test_a_step_ends_with_its_last_message():
+    """Also where nobody uses its result: what other ranks take part in is waited for."""
+    axis, link = fs.axis_of(one_rank()), 1e3
+    params = fs.shard({"w": torch.ones(4096)}, fs.zero3(axis))
+
+    def step(params, axis):
+        fs.psum(params["w"].local, axis)
+        return params["w"].local.sum()
+
+    plan = fs.plan(step, params, axis, mesh=MESH, rates=Rates(link=link, latency=0))
+    assert plan.seconds > plan.waiting > 0.9 * plan.bytes_sent() / link > 0
+
+
 def test_agreement_grows_with_the_logarithm():
     """By a round for twice as many ranks, over one axis after another; there is none on one rank."""
     latency, rounds = 1.0, 10
