@@ -1,21 +1,19 @@
-"""Several dtypes in a unit, casts, and views of weights: one process's numbers, rounded as they are."""
+"""Several dtypes in a unit, and casts: one process's numbers, rounded as they are."""
 
 from dataclasses import dataclass, field
 from functools import partial
 
-import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, grad_and_value
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fshard as fs
 from fshard.rounding import tolerance
-from fshard.testing import assert_trees_close
 from tests.ranks import my_rank, on_ranks
-from tests.tolerance import largest, within
-from tests.trees import assert_same_bits, normal, one_axis
+from tests.tolerance import largest
+from tests.trees import assert_same_bits, one_axis
 from tests.unit_models import HIDDEN, WIDTH, Block, filled, full, vectors, zero3
 
 
@@ -178,53 +176,6 @@ def test_biases_keep_a_dtype_of_their_own(world_size):
         state = fs.update(tx, state, grads)
         losses.append(loss)
     assert_same_bits((losses, fs.unshard(state.params)), trained_in_one_process(module, batches))
-
-
-# Autograd saves views of gathered weights in every form; gathered again, they are the very same tensors.
-SIDE = 6
-SIZES = {"first": (SIDE, SIDE), "second": (SIDE, SIDE), "scale": ()}
-
-
-class Subclass(torch.Tensor):
-    pass
-
-
-# What a function makes of a complex weight of SIDE x SIDE.
-VIEWS = (
-    lambda w: w.mH[1:, ::2],
-    lambda w: w.conj(),
-    lambda w: torch._neg_view(w.conj()),
-    lambda w: torch.view_as_real(w)[..., 1],
-    lambda w: w.view(w.real.dtype),
-    lambda w: w.conj().as_subclass(Subclass),
-)
-
-
-def loss_of(view, params, x):
-    """Two layers, so that the backward needs the weights; each computes with a weight and with a view of it."""
-    for name in ("first", "second"):
-        w, scale = fs.gather({"w": params[name], "scale": params["scale"]}).values()
-        seen = view(w)
-        x = torch.sin(x @ w / SIDE) * (x.abs().mean() * seen).abs().square().mean() + (x.sum() * seen).sum().abs()
-        x = x * torch.view_as_real(scale)[1]
-    return x.abs().square().sum()
-
-
-@pytest.mark.filterwarnings("ignore:Casting complex values to real")
-@on_ranks(2)
-def test_views_of_gathered_weights():
-    draw = normal(1)
-    initial = {name: torch.complex(draw(*size), draw(*size)) for name, size in SIZES.items()}
-    batches = [normal(2 + rank)(2, SIDE).to(torch.complex128) for rank in range(2)]
-    params = fs.shard(initial, zero3()(one_axis()))
-    for view in VIEWS:
-        loss = partial(loss_of, view)
-        grads, value = grad_and_value(lambda p, loss=loss: sum(loss(p, x) for x in batches))(initial)
-        # Sums over two ranks.
-        near = within((value, grads), terms=2)
-        run = fs.value_and_grad(loss, reduce="sum")
-        for form in (run, fs.jit(run)) if view is VIEWS[0] else (run,):
-            assert_trees_close(full(form(params, batches[my_rank()])), (value, grads), **near)
 
 
 @on_ranks(2)

@@ -1,6 +1,7 @@
 """What autograd saves of gathered weights: a handle of a view, or the tensor itself where a rank saves it late."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -31,10 +32,25 @@ VIEWS = {
 }
 
 
+class Subclass(torch.Tensor):
+    pass
+
+
+# Views of a complex weight, of which torch puts off the values or sees them in another dtype.
+COMPLEX_VIEWS = {
+    "conjugate": lambda w: [w.conj()[:WIDTH, WIDTH:]],
+    "conjugate transposed": lambda w: [w.mH[:WIDTH, ::3]],
+    "negative": lambda w: [torch._neg_view(w.conj())[:WIDTH, ::2]],
+    "imaginary part": lambda w: [torch.view_as_real(w)[:WIDTH, WIDTH:, 1]],
+    "dtype": lambda w: [w.view(w.real.dtype)[WIDTH : 2 * WIDTH, 3::4]],
+    "subclass": lambda w: [w.conj().as_subclass(Subclass)[:WIDTH, ::2]],
+}
+
+
 def attend(x, views):
     """Uses each view twice: in a product of matrices, and element by element."""
     for view in views:
-        x = torch.tanh(x @ view) * view.sum(0)
+        x = torch.tanh(x @ view.to(x.dtype)) + (x.mean() * view).sum(0)
     return x
 
 
@@ -44,10 +60,10 @@ def loss_of(params, x, view, wrap):
     def middle(h):
         views = view(fs.gather(params["fused"]))
         h = attend(h, views)
-        return attend(h, views[::-1])
+        return attend(h, views[::-1]) * fs.gather(params["number"])
 
     h = wrap(middle, h)
-    return (h @ fs.gather(params["last"])).float().square().sum()
+    return (h @ fs.gather(params["last"])).abs().float().square().sum()
 
 
 def directly(f, *args):
@@ -60,22 +76,28 @@ DTYPES = {
     "float32": (torch.float32, {}),
     "bfloat16": (torch.bfloat16, {}),
     "gathered as bfloat16": (torch.float32, {"param_dtype": torch.bfloat16}),
+    "complex128": (torch.complex128, {}),
 }
+REAL = ("float32", "bfloat16", "gathered as bfloat16")
+ROWS = [*product(VIEWS, REAL, WRAPS), *product(COMPLEX_VIEWS, ("complex128",), ("direct",))]
 
 
-@pytest.mark.rows(6)
+def draw(dtype, seed, *shape):
+    real, imaginary = normal(seed)(2, *shape)
+    return torch.complex(real, imaginary) if dtype.is_complex else real.to(dtype)
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+@pytest.mark.rows(len(VIEWS | COMPLEX_VIEWS))
 @on_ranks(2, 3)
-@pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("view, dtype, wrap", ROWS)
 def test_views_of_gathered_weights_come_back(view, dtype, wrap):
     """With the bits of a weight that stays, wherever in the weight a view begins."""
     stored, options = DTYPES[dtype]
-    draw = normal()
-    shapes = {"first": (5, WIDTH), "fused": (3 * WIDTH, 2 * WIDTH), "last": (WIDTH, 4)}
-    full = {name: draw(*shape, dtype=stored) for name, shape in shapes.items()}
-    x = normal(1 + my_rank())(4, 5, dtype=options.get("param_dtype", stored))
-    f = partial(loss_of, x=x, view=VIEWS[view], wrap=WRAPS[wrap])
+    shapes = {"first": (5, WIDTH), "fused": (3 * WIDTH, 2 * WIDTH), "last": (WIDTH, 4), "number": ()}
+    full = {name: draw(stored, seed, *shape) for seed, (name, shape) in enumerate(shapes.items())}
+    x = draw(options.get("param_dtype", stored), len(shapes) + my_rank(), 4, 5)
+    f = partial(loss_of, x=x, view=(VIEWS | COMPLEX_VIEWS)[view], wrap=WRAPS[wrap])
     kept, regathered = (fs.shard(full, strategy(one_axis(), **options)) for strategy in (KEPT, REGATHERED))
     expected = fs.value_and_grad(f)(kept)
     with fs.comm.record() as record:
@@ -100,9 +122,8 @@ def uses_a_weight_late(params, x, late):
 @on_ranks(2, 3)
 def test_a_rank_may_use_a_weight_that_another_has_replaced(dtype):
     """Autograd saves it as it is: a handle would make this rank gather alone."""
-    draw = normal()
-    full = {name: draw(WIDTH, WIDTH, dtype=dtype) for name in ("first", "second")}
-    x = normal(1 + my_rank())(4, WIDTH, dtype=dtype)
+    full = {name: draw(dtype, seed, WIDTH, WIDTH) for seed, name in enumerate(("first", "second"))}
+    x = draw(dtype, 2 + my_rank(), 4, WIDTH)
     kept, regathered = (fs.shard(full, strategy(one_axis())) for strategy in (KEPT, REGATHERED))
     for late in (my_rank() == 0, my_rank() != 0, True):
         f = partial(uses_a_weight_late, x=x, late=late)
