@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from torch import nn
 
 import fshard as fs
@@ -263,27 +261,6 @@ def test_an_operand_that_needs_no_gradient_on_one_rank_is_named_on_every_rank():
     )
     with pytest.raises(fs.comm.CollectiveError, match=text):
         fs.value_and_grad(loss)(fs.shard(MATRICES, zero3(mesh)))
-
-
-# Collectives of torch's own in a loss, which no transpose follows.
-FOREIGN = {
-    "c10d.allreduce_": lambda x: (dist.all_reduce(x), x)[1],
-    "_c10d_functional.all_reduce": lambda x: funcol.all_reduce(x, "sum", dist.group.WORLD),
-}
-
-
-@on_ranks("2 processes", timeout=2 * SECONDS)
-def test_collectives_of_torch_are_refused_in_a_trace():
-    params = fs.shard(MATRICES, zero3(one_axis()))
-    for name, call in FOREIGN.items():
-
-        def loss(params, call=call):
-            value = fs.gather(params)["a"].sum()
-            return call(value.detach()) * value
-
-        text = f"^jit: the function calls torch.distributed's .*{name}.*, which cannot be part"
-        with pytest.raises(ValueError, match=text):
-            fs.jit(fs.value_and_grad(loss))(params)
 
 
 @on_ranks(2, pytest.param("2 processes", marks=pytest.mark.slow), timeout=4 * SECONDS)

@@ -8,6 +8,8 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 
 import fshard as fs
 from tests.jit.steps import refused
@@ -93,6 +95,18 @@ def draws_in_a_branch(x):
     return torch.cond(x.sum() > 0, lambda x: x + torch.rand(3), lambda x: -x, (x,))
 
 
+FOREIGN = (
+    ".default, which cannot be part of a graph. Use fs.psum, fs.pmean, fs.all_gather or fs.reduce_scatter over a mesh "
+    "axis, or move the call out of the function."
+)
+
+
+def sum_by_torch(x):
+    total = 2 * x
+    dist.all_reduce(total)
+    return total
+
+
 # A key serves its own call alone, whether it comes before or behind; a branch that draws needs one too.
 KEY_IS_MISSING = (
     "aten.rand.default draws random numbers without a key. Pass model.apply(..., key=...) a key that changes "
@@ -146,6 +160,11 @@ CALLS = [
         "and pass donated arguments by position.",
     ),
     (lambda: fs.jit(3), "expected f to be a function, got an int"),
+    (lambda: fs.jit(sum_by_torch)(X), f"the function calls torch.distributed's c10d.allreduce_{FOREIGN}"),
+    (
+        lambda: fs.jit(lambda x: funcol.all_reduce(2 * x, "sum", dist.group.WORLD))(X),
+        f"the function calls torch.distributed's _c10d_functional.all_reduce{FOREIGN}",
+    ),
     (
         lambda: fs.jit(lambda state, x: x, donate_argnums=0)({"a": X}, X.clone()),
         "argument 0 is donated, but no part of the result has its structure (or another donated argument took that "
@@ -167,6 +186,8 @@ UNHASHABLE = [
 
 
 def test_refusals():
+    # The group of all ranks, for collectives of torch.
+    one_axis()
     for options, text in OPTIONS:
         with refused(f"jit: {text}"):
             fs.jit(scale, **options)

@@ -5,10 +5,8 @@ from typing import Any
 import torch
 
 import fshard as fs
-from fshard.testing import check_adjoint
-from fshard.transforms.compose import resolve_masks
-from fshard.tree import flatten
 from tests.ranks import my_rank
+from tests.test_law_adjoint import check_adjoint_of
 from tests.test_law_ddp import ALGORITHMS
 from tests.test_law_purity import unchanged
 from tests.trees import FLOATING, assert_same_bits, exotic_dtypes, frozen, mixed_dtypes, normal, one_axis
@@ -40,18 +38,7 @@ def assert_laws(transform: fs.ShardTransform) -> None:
             assert_same_bits(fs.gather(params), full)
             assert_same_bits(fs.gather(params), full)
         if name in SMALL:
-            assert_adjoint(transform, full)
-
-
-def assert_adjoint(transform: fs.ShardTransform, full: Any) -> None:
-    """Each leaf by the transform that masks choose for it."""
-    flat = flatten(full)
-    shapes: dict[fs.ShardTransform, list[tuple[int, ...]]] = {}
-    for name, leaf in zip(flat.names, flat.leaves):
-        if leaf is not None:
-            shapes.setdefault(resolve_masks(transform, name, leaf), []).append(tuple(leaf.shape))
-    for chosen, group in shapes.items():
-        check_adjoint(chosen, group)
+            check_adjoint_of(transform, full)
 
 
 FROZEN = ("fixed", "int")
