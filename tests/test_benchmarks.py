@@ -208,44 +208,6 @@ def test_a_bound_is_arguments_and_the_largest_operator():
         assert least.total == sum(least[:3])
 
 
-def budgeted(name):
-    """What fit.py could have measured of a model, with numbers that are easy to read."""
-    whole = {"predicted": 100 * 2**20, "peak": 101 * 2**20, "ratio": 1.0, "has_equal_bits": True, "arguments": 2**25}
-    peer = {"arguments": 2**25, "peak": 120 * 2**20, "ratio": 1.5}
-    budget = whole | {"budget": 80 * 2**20, "peak": 80 * 2**20, "ratio": 1.1, "copies": 12, "gathers": 3}
-    budget["search_seconds"] = 0.5
-    return {
-        "configuration": {"name": name, "batch": 1, "time": 256},
-        **{"ranks": 2, "rounds": 3, "measure": "malloc counter", "date": "2026-11-28T00:00:00+00:00"},
-        **{"hardware": {"cpu": "AMD EPYC"}, "versions": {"torch": "2.13.0+cpu"}, "bound": {"bound": 70 * 2**20}},
-        "rows": {"whole": whole, "checkpointed": whole, "budget 0": budget, "fsdp2": peer},
-    }
-
-
-def test_the_section_of_budgets_is_written_in_its_place(tmp_path, capsys):
-    page = tmp_path / "performance.md"
-    with benchmark("fit_page") as fit_page:
-        page.write_text(f"# Performance\n\n{fit_page.NEXT_HEADING}\nmore\n")
-        with pytest.raises(SystemExit, match="no results"):
-            fit_page.write_section(tmp_path, page)
-        (tmp_path / "fit-gpt.json").write_text(json.dumps(budgeted("d1024-L8-B1-T256")))
-        pass_results = {"steps": {name: {"operators": 9, "search_seconds": 1.25, "copies": 2} for name in "ab"}}
-        (tmp_path / "fit-pass.json").write_text(json.dumps(pass_results))
-        fit_page.write_section(tmp_path, page)
-        text = page.read_text()
-        fit_page.write_section(tmp_path, page)
-        fit_page.print_tables(budgeted("gpt"))
-    assert page.read_text() == text
-    assert text.startswith("# Performance\n\n## A memory budget\n\n")
-    assert text.endswith("\n\n## Two hosts with a slow link\n\nmore\n")
-    assert "| budget 80.0 | 100.0 | 80.0 | 1.000 | 1.10 | 12 | 3 | 0.5 | equal |" in text
-    assert "| FSDP2 |  | 120.0 |  | 1.50 |  |  |  |  |" in text
-    assert "takes 1.2 s for a step of 8 layers (9 operators)" in text
-    printed = capsys.readouterr().out
-    assert "peak / budget: at most 1.0000" in printed
-    assert "within the peak of checkpoints by hand: 1.100 of the time, by hand 1.000" in printed
-
-
 @pytest.mark.slow
 def test_a_small_model_is_measured_at_all_budgets():
     with benchmark("fit") as fit:
