@@ -9,6 +9,7 @@ from torch import nn
 import fshard as fs
 from fshard import _compat
 from fshard.testing import assert_trees_close, spmd
+from fshard.tree import flatten
 from tests.ranks import my_rank, on_ranks
 from tests.transforms.feedback import feedback
 from tests.transforms.laws import SGD, assert_laws, gradients
@@ -99,18 +100,26 @@ def test_masks_choose_leaves_by_their_names():
         assert_same_bits(fs.unshard(params), nested())
 
 
+# Trees, a mask of the leaves that are split, and what leaves are split over in their order.
+SPLIT, WHOLE = fs.P("shard"), fs.P()
+RESHARDED = [
+    (nested(), "*.weight", [SPLIT, SPLIT, WHOLE, WHOLE]),
+    # The state of a parameter whose name ends like another one's is laid out as the parameter.
+    ({"head": {"w": torch.ones(4)}, "w": torch.ones(4)}, "head.*", [SPLIT, WHOLE]),
+]
+
+
 @on_ranks(2)
 def test_a_state_is_resharded_by_the_names_of_its_parameters():
     mesh = one_axis()
-    state = fs.TrainState.create(fs.shard(nested(), fs.ddp(mesh)), SGD)
-    _, grads = fs.value_and_grad(lambda p: sum((x**2).sum() for x in fs.tree_leaves(fs.gather(p))))(state.params)
-    state = fs.update(SGD, state, grads)
-    moved = fs.reshard(state, fs.masked(fs.fully_shard(mesh), "*.weight", otherwise=fs.replicate(mesh)))
-    for tree in (moved.params, moved.opt_state.slots["momentum_buffer"]):
-        first, second = tree["layers"]
-        leaves = first.weight, second.weight, second.bias, tree["head"][0]["w"]
-        assert [leaf.spec.partition for leaf in leaves] == [fs.P("shard"), fs.P("shard"), fs.P(), fs.P()]
-    assert_same_bits(fs.unshard(moved), fs.unshard(state))
+    for full, mask, partitions in RESHARDED:
+        state = fs.TrainState.create(fs.shard(full, fs.ddp(mesh)), SGD)
+        state = fs.update(SGD, state, fs.tree_map(torch.cos, state.params))
+        moved = fs.reshard(state, fs.masked(fs.fully_shard(mesh), mask, otherwise=fs.replicate(mesh)))
+        for tree in (moved.params, moved.opt_state.slots["momentum_buffer"]):
+            leaves = [leaf for leaf in flatten(tree).leaves if leaf is not None]
+            assert [leaf.spec.partition for leaf in leaves] == partitions
+        assert_same_bits(fs.unshard(moved), fs.unshard(state))
 
 
 def test_a_leaf_of_the_least_size_is_split():
@@ -123,16 +132,6 @@ def test_a_mask_in_a_strategy_leaves_the_dtypes_of_models():
     strategy = fs.compose(fs.zero3(one_axis(), param_dtype=BFLOAT16), fs.masked(fs.cast(scatter=torch.float32), "w"))
     params = fs.shard({"w": torch.ones(2), "b": torch.ones(2)}, strategy)
     assert [leaf.spec.model_dtypes.inputs for leaf in params.values()] == [BFLOAT16, BFLOAT16]
-
-
-@on_ranks(2)
-def test_a_state_is_that_of_the_parameter_with_the_longest_name():
-    mesh = one_axis()
-    full = {"w": torch.ones(4), "head": {"w": torch.ones(4)}}
-    state = fs.TrainState.create(fs.shard(full, fs.ddp(mesh)), SGD)
-    moved = fs.reshard(state, fs.masked(fs.fully_shard(mesh), "head.*", otherwise=fs.replicate(mesh)))
-    for tree in (moved.params, moved.opt_state.slots["momentum_buffer"]):
-        assert [tree["w"].spec.partition, tree["head"]["w"].spec.partition] == [fs.P(), fs.P("shard")]
 
 
 @on_ranks(3)
