@@ -68,41 +68,54 @@ class Different(NamedTuple):
     parts: tuple[str, ...]
 
 
+def accumulated(params, communicate):
+    return fs.accumulate(partial(loss_of, MODEL), communicate=communicate)(params, [X, X])
+
+
 # Calls that are also jitted.
 JITTED = {
-    "reduce": Different(train, "sum", "mean", ("reduce", "'sum'", "'mean'")),
-    "communicate": Different(
-        lambda params, how: fs.accumulate(partial(loss_of, MODEL), communicate=how)(params, [X, X]),
-        *("once", "each", ("communicate", "'once'", "'each'")),
-    ),
+    "reduce": Different(train, last="sum", others="mean", parts=("reduce", "'sum'", "'mean'")),
+    "communicate": Different(accumulated, last="once", others="each", parts=("communicate", "'once'", "'each'")),
     "verb": Different(
         lambda params, verb: verb(params),
-        *(lambda params: MODEL.apply(params, X), train, ("verb", "got apply", "grad as on")),
+        last=lambda params: MODEL.apply(params, X),
+        others=train,
+        parts=("verb", "got apply", "grad as on"),
     ),
 }
 DIFFERENT = JITTED | {
     "param_dtype": Different(
         lambda _, dtype: train(params_of(param_dtype=dtype)),
-        *(torch.float32, torch.bfloat16, (BIAS, "float32", "bfloat16")),
+        last=torch.float32,
+        others=torch.bfloat16,
+        parts=(BIAS, "float32", "bfloat16"),
     ),
     # Functions are not compared by the call, and differ where they decide what is gathered again.
     "regather of some units": Different(
         lambda _, unit: train(params_of(regather=lambda name: name == unit, prefetch=0)),
-        *("0", "1", ("rank 0: all_gather", "(gather of 1) over 'shard' of", "(scatter of 1) over 'shard' of")),
+        last="0",
+        others="1",
+        parts=("rank 0: all_gather", "(gather of 1) over 'shard' of", "(scatter of 1) over 'shard' of"),
     ),
     # These are sharded in the same way, and differ afterwards.
-    "frozen": Different(train_where_bias_is, True, False, (BIAS, "frozen True", "frozen False")),
+    "frozen": Different(train_where_bias_is, last=True, others=False, parts=(BIAS, "frozen True", "frozen False")),
     "frozen in shard": Different(
         lambda _, mask: fs.shard(FULL, fs.ddp(one_axis()), frozen=mask),
-        *("0.bias", None, (BIAS, "frozen float64")),
+        last="0.bias",
+        others=None,
+        parts=(BIAS, "frozen float64"),
     ),
     "dtype of a leaf": Different(
         lambda params, dtype: train(fs.tree_map(lambda x: x.to(dtype), params)),
-        *(torch.float32, torch.float64, (BIAS, "torch.float32", "torch.float64")),
+        last=torch.float32,
+        others=torch.float64,
+        parts=(BIAS, "torch.float32", "torch.float64"),
     ),
     "units": Different(
         train_by_units,
-        *("", nn.Linear, ("rank 0: all_gather", "(gather of 0) over 'shard' of", "(gather of (root)) over 'shard' of")),
+        last="",
+        others=nn.Linear,
+        parts=("rank 0: all_gather", "(gather of 0) over 'shard' of", "(gather of (root)) over 'shard' of"),
     ),
 }
 
