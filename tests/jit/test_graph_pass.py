@@ -42,17 +42,6 @@ def test_passes_run_in_their_order_once_a_trace_over_the_graph_with_donation():
     assert len(before.graphs) == len(after.graphs) == len(jitted.traces) == 2
 
 
-@on_ranks(2)
-def test_functions_with_other_passes_are_other_functions():
-    case = waves()
-    arguments = (case.state, *case.batches[0])
-    functions = [fs.jit(case.step, passes=passes) for passes in ((), (Recompute(),))]
-    graphs = [function.trace_call(arguments, {}).module.graph for function in functions]
-    counts = [len(graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)) for graph in graphs]
-    assert counts == [2, 4]
-    assert [function.traces for function in functions] == [[], []]
-
-
 @on_ranks(2, pytest.param("2 processes", marks=pytest.mark.slow))
 def test_ranks_whose_passes_decide_differently_are_named_on_every_rank():
     """In the first call, and for another shape; nothing has been donated, and equal passes run afterwards."""
@@ -71,20 +60,19 @@ def test_ranks_whose_passes_decide_differently_are_named_on_every_rank():
     assert_alike(agreeing(state, batch), case.step(case.state, batch))
 
 
-@on_ranks(2)
-def test_a_rank_without_passes_is_named():
-    case = waves()
-    jitted = fs.jit(case.step, passes=(Recompute(),) if my_rank() else ())
-    with pytest.raises(ValueError, match=r"different calls\n  passes: expected nothing as on the rank at shard=0, got"):
-        jitted(case.state, *case.batches[0])
+# Passes by the rank, and how ranks then differ: also in collectives that a pass does not speak of.
+DIFFERENT = [
+    (lambda rank: (Recompute(),) if rank else (), "passes: expected nothing as on the rank at shard=0, got"),
+    (lambda rank: (Repeat(rank),), "collectives: expected .* as on the rank at shard=0, got"),
+]
 
 
 @on_ranks(2)
-def test_collectives_that_a_pass_adds_are_compared_whatever_it_says():
+def test_ranks_with_other_passes_are_named():
     case = waves()
-    jitted = fs.jit(case.step, passes=(Repeat(my_rank()),))
-    with pytest.raises(ValueError, match=r"different calls\n  collectives: expected .* as on the rank at shard=0, got"):
-        jitted(case.state, *case.batches[0])
+    for passes_of, text in DIFFERENT:
+        with pytest.raises(ValueError, match=rf"different calls\n  {text}"):
+            fs.jit(case.step, passes=passes_of(my_rank()))(case.state, *case.batches[0])
 
 
 @on_ranks(2, pytest.param("2 processes", marks=pytest.mark.slow))
