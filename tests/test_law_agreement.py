@@ -90,6 +90,12 @@ DIFFERENT = JITTED | {
         others=torch.bfloat16,
         parts=(BIAS, "float32", "bfloat16"),
     ),
+    "policy of a unit": Different(
+        lambda _, prefetch: train(params_of(prefetch=prefetch)),
+        last=2,
+        others=None,
+        parts=(BIAS, "prefetch=2", "prefetch=None"),
+    ),
     # Functions are not compared by the call, and differ where they decide what is gathered again.
     "regather of some units": Different(
         lambda _, unit: train(params_of(regather=lambda name: name == unit, prefetch=0)),

@@ -1,7 +1,6 @@
 """Strategies that differ between units of a model, by `fs.masked`: their dtypes, gathers and messages."""
 
 import copy
-import re
 from fnmatch import fnmatch
 
 import pytest
@@ -181,23 +180,3 @@ def test_patterns_that_match_nothing_are_named():
     expected = r"shard: the mask 'blocks.\*.moe' matches no leaf. The leaves are blocks.0.norm.bias, "
     with pytest.raises(ValueError, match=expected):
         fs.functionalize(Language()).init(strategy)
-
-
-def test_ranks_whose_policies_differ_are_named():
-    """Before anything is sent."""
-
-    def program():
-        mesh = one_axis()
-        options = [{"param_dtype": torch.float32}, {"param_dtype": torch.float32, "prefetch": 2}][my_rank()]
-        otherwise = zero3(param_dtype=torch.bfloat16)(mesh)
-        model = fs.functionalize(filled(Language(), torch.float32), Block)
-        params = model.init(fs.masked(zero3(**options)(mesh), "norm.*", otherwise=otherwise))
-        with fs.comm.record() as record, pytest.raises(ValueError, match="ranks make different calls") as error:
-            fs.value_and_grad(model.apply)(params, *tokens(2)[my_rank()])
-        assert all(entry.scalar for entry in record)
-        return str(error.value)
-
-    first, second = spmd(program, 2)
-    assert first == second
-    assert first.startswith("value_and_grad: ranks make different calls\n  ['norm.bias']: expected transform ")
-    assert re.search("prefetch=(None.*prefetch=2|2.*prefetch=None)", first)
