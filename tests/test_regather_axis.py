@@ -1,20 +1,18 @@
 """regather_axis: ranks keep pieces of what the forward gathered, and backwards gather inside a group alone."""
 
 import re
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.testing import spmd
 from tests.ranks import my_rank, on_ranks
 from tests.test_law_accounting import stack
+from tests.test_units_memory import Log, Watched
 from tests.trees import assert_same_bits, normal, tensors
 from tests.unit_models import filled
 
@@ -209,25 +207,6 @@ def test_with_deferred_sums_a_step_crosses_between_nodes_once():
     assert {moment.numel() for moment in moments} == {64 * 64 // 4}
 
 
-@dataclass(frozen=True)
-class Watched(fs.ShardTransform):
-    """Looks at the pieces that are gathered over."""
-
-    pieces: Any
-
-    def gather(self, leaves, specs):
-        for leaf in leaves:
-            self.pieces[StorageWeakRef(leaf.untyped_storage())] = leaf.untyped_storage().nbytes()
-        return leaves
-
-    def scatter(self, grads, specs):
-        return grads
-
-
-def held(pieces):
-    return sum(nbytes for storage, nbytes in pieces.items() if not storage.expired())
-
-
 class Noting(nn.Linear):
     """A layer that runs a function at its beginning."""
 
@@ -238,14 +217,13 @@ class Noting(nn.Linear):
 
 
 def watch_pieces(axis, run):
-    """Run a function of a mesh, a strategy and a note, which writes down the bytes of pieces that are held."""
-    mesh, notes = mesh_of(2, 2), []
-    # Equal on all ranks, and not hashed.
-    pieces = type("Pieces", (dict,), {"__hash__": lambda self: 0, "__eq__": lambda self, other: True})()
-    layout = fs.compose(fs.fully_shard(mesh["node"]), Watched(pieces), fs.fully_shard(mesh["local"]))
+    """Run a function of a strategy and a note, which writes down the bytes that are held between its two gathers."""
+    mesh, log, notes = mesh_of(2, 2), Log(), []
+    layout = fs.compose(fs.fully_shard(mesh["node"]), Watched(log), fs.fully_shard(mesh["local"]))
 
     def note(_=None):
-        notes.append(held(pieces))
+        pieces = {piece.cdata: nbytes for _, piece, nbytes in log.gathered if not piece.expired()}
+        notes.append(sum(pieces.values()))
 
     run(fs.zero3(mesh, layout=layout, bucket_bytes=0, prefetch=0, regather_axis=axis), note)
     note()
@@ -255,7 +233,7 @@ def watch_pieces(axis, run):
 @on_ranks(4)
 def test_pieces_are_held_from_the_forward_to_the_last_backward():
     """P / n bytes of them, and none where no backward follows."""
-    total = 3 * 64 * 64 * 4
+    piece = 64 * 64 * 4 // 2
 
     def train(strategy, note):
         params = fs.shard(weights(), strategy)
@@ -267,9 +245,9 @@ def test_pieces_are_held_from_the_forward_to_the_last_backward():
         with torch.no_grad():
             model.apply(params, (torch.ones(2, 64), note))
 
-    assert watch_pieces("local", train) == [total // 2] * 6 + [0]
-    assert max(watch_pieces(None, train)) <= total // 2 // 3
-    assert max(watch_pieces("local", evaluate)) <= total // 2 // 3
+    assert watch_pieces("local", train) == [3 * piece] * 6 + [0]
+    assert max(watch_pieces(None, train)) <= piece
+    assert max(watch_pieces("local", evaluate)) <= piece
 
 
 @on_ranks(2)

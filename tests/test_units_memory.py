@@ -30,7 +30,7 @@ class Log:
         self.gathered, self.grads, self.notes = [], [], []
 
     def note(self, event, layer):
-        held = [{number for number, ref in refs if not ref.expired()} for refs in (self.gathered, self.grads)]
+        held = [{number for number, ref, _ in refs if not ref.expired()} for refs in (self.gathered, self.grads)]
         self.notes.append((event, layer, *held))
 
 
@@ -41,8 +41,7 @@ class Watched(fs.ShardTransform):
     log: Any
 
     def gather(self, leaves, specs):
-        if not leaves[0].is_meta:
-            self.log.gathered += references(leaves)
+        self.log.gathered += references(leaf for leaf in leaves if not leaf.is_meta)
         return leaves
 
     def scatter(self, grads, specs):
@@ -51,8 +50,9 @@ class Watched(fs.ShardTransform):
 
 
 def references(tensors):
-    """The layers of weights, which have as many rows as 100 and their number."""
-    return [(max(x.shape) - 100, StorageWeakRef(x.untyped_storage())) for x in tensors if x.dim() == 2]
+    """The layers of weights, which have as many rows as 100 and their number, with their memory and its bytes."""
+    storages = [(max(x.shape) - 100, x.untyped_storage()) for x in tensors if x.dim() == 2]
+    return [(layer, StorageWeakRef(storage), storage.nbytes()) for layer, storage in storages]
 
 
 class Layer(nn.Module):
@@ -134,14 +134,14 @@ def test_a_unit_s_weight_is_freed_after_its_turn(world_size, prefetch, checkpoin
                 assert grads <= {layer, layer + 1}, (event, layer, grads)
         assert log.notes[-1] == ("returned", -1, set(), set())
         twice = [n for n in range(last_dropped) if n in again]
-        assert Counter(layer for layer, _ in log.gathered) == Counter([*range(LAYERS), *twice])
+        assert Counter(layer for layer, *_ in log.gathered) == Counter([*range(LAYERS), *twice])
 
 
 def test_a_recurrent_layer_lets_its_weights_go_after_its_turn():
     """torch lists them in the module, which would hold them until the call ends."""
     for log in noted(AfterRecurrent(), 2, prefetch=0):
         assert log.notes[0] == ("begin", 1, {1}, set())
-        assert {layer for layer, _ in log.gathered} >= {0, 1}
+        assert {layer for layer, *_ in log.gathered} >= {0, 1}
 
 
 @pytest.mark.parametrize("keep", (False, True))
@@ -158,7 +158,7 @@ def test_a_second_gradient_is_added_in_the_memory_of_the_first_unless_that_is_he
             return (uses[0] + 2 * uses[1]).square().sum()
 
         _, grads = fs.value_and_grad(loss)(params)
-        assert ([place.cdata for _, place in log.grads] == places[:1]) != keep
+        assert ([place.cdata for _, place, _ in log.grads] == places[:1]) != keep
         return [grad.unique().tolist() for grad in (*kept, fs.unshard(grads))]
 
     assert spmd(program, 2) == [[[12.0], [6.0], [18.0]] if keep else [[18.0]]] * 2
