@@ -219,6 +219,11 @@ GRADIENTS = [
         "  ['b'][0]: expected a Sharded leaf, got a float32 Tensor of shape (4,)" + FROM,
         lambda w: fs.update(w.tx, w.state, w.full_grads),
     ),
+    on_world(
+        f"{UNFIT}  ['a']: expected a float32 Tensor of shape (3, 3), got a float32 Tensor of shape (1, 3)\n"
+        "  ['b'][0]: expected a float32 Tensor of shape (2,), got a float32 Tensor of shape (1,)" + FROM,
+        lambda w: fs.update(w.tx, w.state, fs.tree_map(lambda x: x[:1], w.params)),
+    ),
     Row(
         "update by gradients of frozen leaves",
         lambda w: (w.tx, fs.TrainState.create(fs.shard(w.full, w.zero2, frozen="a"), w.tx), w.grads),

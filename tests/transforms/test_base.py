@@ -12,7 +12,6 @@ import fshard as fs
 from fshard.testing import check_transform
 from fshard.transforms.compose import masks
 from fshard.transforms.structure import layout_axes, reduction
-from tests.bad_input import text_of
 from tests.ranks import my_rank, on_ranks
 from tests.transforms.feedback import feedback
 from tests.trees import assert_same_bits, normal, one_axis, two_axes
@@ -238,28 +237,6 @@ def test_a_cast_leaves_other_leaves_than_floating_ones_as_they_are():
     assert_same_bits(gathered, others)
     precise = torch.full((5,), 1 + 2**-10)
     assert_same_bits(fs.unshard(fs.scatter_grads({"w": precise}, like={"w": params["w"]}))["w"], precise)
-
-
-@dataclass(frozen=True)
-class Forgets(fs.Wrapped):
-    """Returns full gradients, of which each rank was to keep a piece."""
-
-    def scatter(self, grads, specs):
-        self.inner.scatter(grads, specs)
-        return grads
-
-
-@on_ranks(2)
-def test_gradients_of_other_shapes_are_refused_on_every_rank():
-    params = fs.shard({"w": torch.ones(4)}, Forgets(fs.fully_shard(one_axis())))
-    assert text_of(lambda: fs.scatter_grads({"w": torch.ones(4)}, like=params)) == (
-        "Forgets.scatter: results do not fit\n"
-        "  ['w']: expected a tensor of shape (2,), got a float32 Tensor of shape (4,)\n"
-        "To fix: let scatter return a tensor for each leaf, shaped as the shard."
-    )
-    state = fs.TrainState.create(params, fs.sgd(0.1))
-    text = text_of(lambda: fs.update(fs.sgd(0.1), state, fs.tree_map(lambda x: x[:1], params)))
-    assert "  ['w']: expected a float32 Tensor of shape (2,), got a float32 Tensor of shape (1,)" in text
 
 
 def test_an_error_of_a_layout_survives_a_pickle():

@@ -136,7 +136,7 @@ def text_of_results(half, wrong):
         difference = "expected a tensor, got a float"
     else:
         difference = f"expected a tensor of shape ({rows}, 3), got a float32 Tensor of shape (1, 3)"
-    return f"SpoilsResults.{half}: results do not fit\n  ['a']: {difference}\nTo fix: let {half} return a tensor"
+    return f"SpoilsResults.{half}: results do not fit\n  ['a']: {difference}\nTo fix: let {half} return a tensor for each leaf, shaped as the "
 
 
 @pytest.mark.rows(2)
