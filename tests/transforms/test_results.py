@@ -136,7 +136,8 @@ def text_of_results(half, wrong):
         difference = "expected a tensor, got a float"
     else:
         difference = f"expected a tensor of shape ({rows}, 3), got a float32 Tensor of shape (1, 3)"
-    return f"SpoilsResults.{half}: results do not fit\n  ['a']: {difference}\nTo fix: let {half} return a tensor for each leaf, shaped as the "
+    remedy = f"To fix: let {half} return a tensor for each leaf, shaped as the "
+    return f"SpoilsResults.{half}: results do not fit\n  ['a']: {difference}\n{remedy}"
 
 
 @pytest.mark.rows(2)
