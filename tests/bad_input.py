@@ -90,12 +90,12 @@ def refuse(rows: Sequence[Row]) -> None:
         copies = [tensor.detach().clone() for tensor in tensors]
         with fs.comm.record() as record:
             try:
-                found = ("no error", row.call(*arguments))
+                ending = ("no error", row.call(*arguments))
             except Exception as error:
-                found = (type(error).__name__, str(error))
+                ending = (type(error).__name__, str(error))
         # A hash or the name of a group is another in each run.
-        text = re.sub("of hash [0-9a-f]{8}", "of hash {hash}", str(found[1]))
-        assert (found[0], text) == ("ValueError", row.error), f"{row.name}: {text}"
+        text = re.sub("of hash [0-9a-f]{8}", "of hash {hash}", str(ending[1]))
+        assert (ending[0], text) == ("ValueError", row.error), f"{row.name}: {text}"
         assert {entry.label for entry in record if not entry.about.is_comparison} == set(row.issued), row.name
         assert_same_bits([tensor.detach() for tensor in tensors], copies)
         assert_same_bits(good_calls(world), before)

@@ -257,10 +257,10 @@ def outcome(program: Callable[[], Any]) -> Outcome:
     begin = time.monotonic()
     try:
         program()
-        found = "", ""
+        ending = "", ""
     except BaseException as error:
-        found = describe_error(error), type(error).__name__
-    return Outcome(*found, time.monotonic() - begin)
+        ending = describe_error(error), type(error).__name__
+    return Outcome(*ending, time.monotonic() - begin)
 
 
 def outcome_of(program: Callable[[fs.Axis], Any], axis: fs.Axis, at: At) -> Outcome:
@@ -289,15 +289,15 @@ def broken_program(
         if my_rank() == victim and reached == place:
             fail(fault)
 
-    found = outcome_of(program, axis, breaks)
-    if found.error and then == "next":
+    ended = outcome_of(program, axis, breaks)
+    if ended.error and then == "next":
         # On every rank the same error again.
         again = outcome(lambda: fs.psum(torch.ones(()), axis))
-        assert again.error == "CollectiveError", (again, found)
-        assert again.text.splitlines()[0] in found.text or my_rank() == victim, (again, found)
-    elif found.error and then == "idle" and my_rank() == victim:
+        assert again.error == "CollectiveError", (again, ended)
+        assert again.text.splitlines()[0] in ended.text or my_rank() == victim, (again, ended)
+    elif ended.error and then == "idle" and my_rank() == victim:
         time.sleep(0.8)
-    return found
+    return ended
 
 
 def outcomes_of_survivors(world: int, program: Callable[[], Outcome], path: Path, monkeypatch: Any) -> list[str]:
@@ -305,8 +305,8 @@ def outcomes_of_survivors(world: int, program: Callable[[], Outcome], path: Path
     monkeypatch.setattr(workers_module, "GRACE", 60.0)
 
     def run() -> None:
-        found = program()
-        (path / str(my_rank())).write_text(f"{found.seconds}\n{found.text}")
+        ended = program()
+        (path / str(my_rank())).write_text(f"{ended.seconds}\n{ended.text}")
 
     with Workers(world) as pool, suppress(RankError):
         pool.run(run, timeout=90.0)

@@ -104,6 +104,6 @@ def everything(module):
 
 
 def assert_untouched(module, before):
-    found, values = everything(module)
-    assert found == before[0]
+    held, values = everything(module)
+    assert held == before[0]
     assert_same_bits(values, before[1])

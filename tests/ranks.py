@@ -32,9 +32,9 @@ def on_ranks(*worlds: int | str, timeout: float = 60.0) -> Callable[[Test], Test
         @wraps(test)
         def run(**given: Any) -> None:
             size = str(given["world_size"]).partition(" ")[0]
-            own = {name: int(size) if name == "world_size" else given[name] for name in parameters}
+            arguments = {name: int(size) if name == "world_size" else given[name] for name in parameters}
             world = world_of(given["world_size"], given.get("workers"))
-            first, *others = spmd(partial(test, **own), world, timeout=timeout)
+            first, *others = spmd(partial(test, **arguments), world, timeout=timeout)
             assert others == [first] * len(others)
 
         processes = any(isinstance(size, str) for world in worlds for size in getattr(world, "values", [world]))

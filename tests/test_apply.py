@@ -585,11 +585,11 @@ def test_weights_that_a_forward_sets_stay_until_it_ends():
     grads, value = torch.func.grad_and_value(lambda leaves: run(leaves, (x,)).sum())(trained)
     model = fs.functionalize(module, nn.Linear)
     params = fs.shard(trained, zero3()(one_axis()))
-    found, found_grads = fs.value_and_grad(lambda leaves: model.apply(leaves, x).sum())(params)
-    assert found_grads.keys() == grads.keys()
-    made = {name: fs.unshard(found_grads[name]) for name in ("make.weight", "make.bias")}
+    loss, model_grads = fs.value_and_grad(lambda leaves: model.apply(leaves, x).sum())(params)
+    assert model_grads.keys() == grads.keys()
+    made = {name: fs.unshard(model_grads[name]) for name in ("make.weight", "make.bias")}
     expected = value, {name: grads[name] for name in made}
-    assert_trees_close((found, made), expected, **within(expected, terms=50, steps=4))
+    assert_trees_close((loss, made), expected, **within(expected, terms=50, steps=4))
 
 
 class Closing(nn.Module):
@@ -658,8 +658,8 @@ def test_functions_that_close_over_the_module_see_the_parameters_of_the_call(mak
     expected = dict(zip(trained, torch.autograd.grad(value, list(other.parameters())), strict=True))
     model = fs.functionalize(module, nn.Linear)
     params = fs.shard(trained, zero3()(one_axis()))
-    found, grads = fs.value_and_grad(lambda leaves: model.apply(leaves, x).sum())(params)
-    results = found, fs.unshard(grads)
+    loss, grads = fs.value_and_grad(lambda leaves: model.apply(leaves, x).sum())(params)
+    results = loss, fs.unshard(grads)
     assert_trees_close(results, (value.detach(), expected), **within((value, expected), terms=25, steps=4))
 
 

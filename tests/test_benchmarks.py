@@ -60,17 +60,17 @@ def test_results_are_written(gpu, monkeypatch, tmp_path, capsys):
     args = argparse.Namespace(rounds=3, dropped=2, results=tmp_path)
     accelerator = {"name": "one", "ranks": 1, "peak": 1e12}
     plan = sys.modules["predict"].predicted(configuration, "zero3", {"shard": 4}, gpu.chip_of(H100))
-    found = {"fsdp2": samples._replace(seconds=[1.0, 2.0, 4.0]), "ddp": None, "fshard-zero3": samples}
-    gpu.write(args, configuration, accelerator, found, plan)
+    measured = {"fsdp2": samples._replace(seconds=[1.0, 2.0, 4.0]), "ddp": None, "fshard-zero3": samples}
+    gpu.write(args, configuration, accelerator, measured, plan)
     assert f" {1e3 * plan['seconds']:.1f} " in capsys.readouterr().out.partition("fshard-zero3")[2]
-    found = json.loads((tmp_path / "gpu-d64-L1-B1-T16-1.json").read_text())
-    assert found["systems"]["fsdp2"]["mfu"] == gpu.flops_of(configuration) / 2e12
-    assert found["systems"]["fsdp2"]["peak_bytes"] == 3 * 2**30
-    assert (found["systems"]["ddp"], found["hardware"]["accelerator"]) == (None, accelerator)
+    results = json.loads((tmp_path / "gpu-d64-L1-B1-T16-1.json").read_text())
+    assert results["systems"]["fsdp2"]["mfu"] == gpu.flops_of(configuration) / 2e12
+    assert results["systems"]["fsdp2"]["peak_bytes"] == 3 * 2**30
+    assert (results["systems"]["ddp"], results["hardware"]["accelerator"]) == (None, accelerator)
     numbers = [parameter.numel() for parameter in configuration.module().parameters()]
     small = sum(number for number in numbers if number < 1024)
     # The one unit stays till its backward: gathered in bfloat16, reduced in float32.
-    assert found["predicted"]["bytes_sent"]["shard"] == 3 / 4 * ((2 + 4) * (sum(numbers) - small) + 2 * 4 * small)
+    assert results["predicted"]["bytes_sent"]["shard"] == 3 / 4 * ((2 + 4) * (sum(numbers) - small) + 2 * 4 * small)
 
 
 @pytest.mark.slow

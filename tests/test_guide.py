@@ -41,21 +41,21 @@ def parse_and_stop(*args, **kwargs):
 argparse.ArgumentParser.parse_args = parse_and_stop
 sys.path.insert(0, "examples")
 for command in json.load(sys.stdin):
-    sys.argv, said = command, io.StringIO()
+    sys.argv, errors = command, io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(errors):
             runpy.run_path(command[0], run_name="__main__")
         print(*command, "parses nothing")
     except Parsed:
         pass
     except BaseException:
-        print(*command, said.getvalue(), traceback.format_exc())
+        print(*command, errors.getvalue(), traceback.format_exc())
 """
 
 
 def section(document: Path, heading: str) -> str:
-    _, found = document.read_text().split(f"\n## {heading}\n")
-    return found.split("\n## ")[0]
+    _, text = document.read_text().split(f"\n## {heading}\n")
+    return text.split("\n## ")[0]
 
 
 def tables(text: str) -> list[list[list[str]]]:
@@ -183,9 +183,9 @@ def measured(benchmark: str, system: str, results: dict[str, Any]) -> set[float]
 
 
 def test_figures_were_measured():
-    found = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results").glob("*.json"))]
+    all_results = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results").glob("*.json"))]
     for benchmark, system, printed, sizes in figures():
-        run = [each for each in found if (each["benchmark"], each.get("ranks")) == (benchmark, 2)]
+        run = [each for each in all_results if (each["benchmark"], each.get("ranks")) == (benchmark, 2)]
         (results,) = (each for each in run if sizes.items() <= each["configuration"].items())
         decimals = len(printed.partition(".")[2])
         values = {f"{value:.{decimals}f}" for value in measured(benchmark, system, results)}
@@ -370,10 +370,10 @@ def test_figures_of_the_rehearsal_were_counted():
 
 def test_losses_drifted_as_the_text_says():
     text = " ".join(SAME_BITS.read_text().split())
-    told = re.search(r"plot, (\d+) of (\d+) losses on 4 ranks .* by up to ([\d.e-]+)\.", text).groups()
+    stated = re.search(r"plot, (\d+) of (\d+) losses on 4 ranks .* by up to ([\d.e-]+)\.", text).groups()
     results = json.loads((ROOT / "benchmarks/results/bits.json").read_text())
-    found, tree = results["drift"]["in turn"]["4"], results["drift"]["tree"]
+    in_turn, tree = results["drift"]["in turn"]["4"], results["drift"]["tree"]
     steps = results["configuration"]["steps"]
-    assert told[:2] == (str(found["differ"]), str(steps))
-    assert f"{float(told[2]):.0e}" == f"{found['largest']:.0e}"
+    assert stated[:2] == (str(in_turn["differ"]), str(steps))
+    assert f"{float(stated[2]):.0e}" == f"{in_turn['largest']:.0e}"
     assert {name: each["differ"] for name, each in tree.items()} == {"1": 0, "2": 0, "4": 0, "moved": 0}

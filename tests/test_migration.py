@@ -175,9 +175,9 @@ def row_for_each_rank():
     mesh = mesh_of()
     params = model.init(fs.masked(fs.own_dim(mesh), "scale", otherwise=fs.zero3(mesh)))
     _, grads = fs.value_and_grad(model.apply)(params, batches()[0])
-    own = grads.pop("scale").local[0]
+    row = grads.pop("scale").local[0]
     full = {name.removeprefix("network."): grad for name, grad in fs.unshard(grads).items()}
-    return full, own * dist.get_world_size()
+    return full, row * dist.get_world_size()
 
 
 class Row(NamedTuple):

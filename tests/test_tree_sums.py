@@ -68,8 +68,8 @@ def oracle(dtype, how, number):
     module = filled(Tied(), dtype)
     params, rows = dict(module.named_parameters()), []
     for i in range(number):
-        found = local(lambda _, *args: module(*args), how, params, microbatch(i))
-        value, count = found if how == "weighted" else (found, torch.tensor(1))
+        loss = local(lambda _, *args: module(*args), how, params, microbatch(i))
+        value, count = loss if how == "weighted" else (loss, torch.tensor(1))
         grads = torch.autograd.grad(value, list(params.values()), allow_unused=True)
         grads = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, params.values())]
         rows.append([count.double(), value.detach(), *grads])
@@ -81,13 +81,13 @@ def oracle(dtype, how, number):
 def strategies(world_size):
     """Every strategy by name, and both orders of the dims of a mesh of two axes."""
     line, every = one_axis(), {"min_shard_elements": 20}
-    found = {f.__name__: f(line, **every) for f in (fs.zero3, fs.zero2, fs.zero1)} | {"ddp": fs.ddp(line)}
-    found["zero3 in units"] = fs.zero3(line, bucket_bytes=0, min_shard_elements=0)
-    found["second dim"] = fs.zero3(line, layout=fs.fully_shard(line, dim=-1))
+    table = {f.__name__: f(line, **every) for f in (fs.zero3, fs.zero2, fs.zero1)} | {"ddp": fs.ddp(line)}
+    table["zero3 in units"] = fs.zero3(line, bucket_bytes=0, min_shard_elements=0)
+    table["second dim"] = fs.zero3(line, layout=fs.fully_shard(line, dim=-1))
     if world_size % 2 == 0:
         for sizes in ({"replicate": world_size // 2, "shard": 2}, {"shard": 2, "replicate": world_size // 2}):
-            found[f"hsdp {sizes}"] = fs.hsdp(fs.init_mesh(sizes, device="cpu"), **every)
-    return found
+            table[f"hsdp {sizes}"] = fs.hsdp(fs.init_mesh(sizes, device="cpu"), **every)
+    return table
 
 
 @pytest.mark.rows(2)
@@ -96,28 +96,28 @@ def strategies(world_size):
 @on_ranks(1, 2, 4, 8, "2 processes")
 def test_losses_and_gradients_have_the_bits_of_the_tree_at_any_world_size(world_size, dtype, number):
     """By each strategy against the oracle: the ways to reduce take turns."""
-    wanted = {how: oracle(dtype, how, number) for how in ("mean", "weighted")}
+    expected = {how: oracle(dtype, how, number) for how in ("mean", "weighted")}
     for turn, (name, strategy) in enumerate(strategies(world_size).items()):
-        how = list(wanted)[turn % 2]
+        how = list(expected)[turn % 2]
         model = fs.functionalize(filled(Tied(), dtype), units=nn.Linear)
         params = model.init(strategy)
         mine = fs.microbatches(list(map(microbatch, range(number))), params)
-        found, grads = fs.accumulate(partial(local, model.apply, how), reduce=how, reduction_order="tree")(params, mine)
-        assert_same_bits({(name, how): (found, fs.unshard(grads))}, {(name, how): wanted[how]})
+        value, grads = fs.accumulate(partial(local, model.apply, how), reduce=how, reduction_order="tree")(params, mine)
+        assert_same_bits({(name, how): (value, fs.unshard(grads))}, {(name, how): expected[how]})
 
 
 def test_mixed_precision_sums_in_the_dtype_of_the_reduction():
     """A rank's one microbatch too, whose uses of a tied leaf are added up."""
 
     def program():
-        found = []
+        gradients = []
         for reduced, number in product((torch.float32, torch.bfloat16, None), (8, 2)):
             model = fs.functionalize(filled(Tied(), torch.float32), units=nn.Module)
             mixed = {"param_dtype": torch.bfloat16, "reduce_dtype": reduced}
             params = model.init(fs.zero3(one_axis(), min_shard_elements=20, bucket_bytes=0, **mixed))
             step = fs.accumulate(partial(local, model.apply, "mean"), reduction_order="tree")
-            found.append(fs.unshard(step(params, fs.microbatches(list(map(microbatch, range(number))), params))[1]))
-        return found
+            gradients.append(fs.unshard(step(params, fs.microbatches(list(map(microbatch, range(number))), params))[1]))
+        return gradients
 
     (one,), (many, *_) = spmd(program, 1), spmd(program, 2)
     assert_same_bits(many, one)

@@ -197,11 +197,11 @@ def assert_each_is_one_process(
                 try:
                     params = model.init(strategy(mesh))
                     with fs.comm.record() as record:
-                        found = full(run(params))
-                    assert_trees_close(found, expected[name], **near(expected[name]))
+                        result = full(run(params))
+                    assert_trees_close(result, expected[name], **near(expected[name]))
                     records.append(record)
                     if again:
-                        assert_same_bits(full(run(params)), found)
+                        assert_same_bits(full(run(params)), result)
                 except Exception as error:
                     error.add_note(f"{name}, by {way}")
                     raise

@@ -64,8 +64,8 @@ def test_every_class_has_the_bits_of_torch(case):
             state = fs.update(tx, state, grads, donate=donate)
             assert_same_bits(state.params, params)
         assert int(state.opt_state.updates) == len(expected)
-        for (slot, found), name in itertools.product(state.opt_state.slots.items(), SHAPES):
-            assert_same_bits(torch.as_tensor(found[name]), torch.as_tensor(states[name][slot]))
+        for (slot, tensors), name in itertools.product(state.opt_state.slots.items(), SHAPES):
+            assert_same_bits(torch.as_tensor(tensors[name]), torch.as_tensor(states[name][slot]))
 
 
 def check_our_own_are_torch_s_within_rounding(row):
