@@ -11,6 +11,7 @@ from torch import nn
 import fshard as fs
 from fshard.rounding import tolerance
 from fshard.testing import assert_matches_ddp, assert_trees_close, spmd
+from tests.ranks import on_ranks
 from tests.trees import ONE_AXIS, STRATEGIES, TWO_AXES, WORLD_SIZES, Layer, assert_same_bits, meshes, normal, one_axis
 from tests.unit_models import VOCABULARY, Language, filled, tie_head
 
@@ -183,34 +184,31 @@ OF_DDP = (
 
 
 @pytest.mark.parametrize("shift", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
-def test_two_processes_are_ddp_bitwise(workers, shift):
+@on_ranks("2 processes")
+def test_two_processes_are_ddp_bitwise(shift):
     """DDP halves each gradient before it sums them, which changes no bit of the sum's half."""
-
-    def program():
-        on, generator = meshes(), torch.Generator().manual_seed(1 + torch.distributed.get_rank())
-        batches = [torch.randint(VOCABULARY, (2, 4), generator=generator) for _ in range(STEPS)]
-        for row, (name, dtype, max_norm, closeness) in enumerate(OF_DDP):
-            cls, hyper, _ = ALGORITHMS[name]
-            module = filled(Language(tie_head, hidden=(7,)), dtype)
-            module.blocks[0].norm.requires_grad_(False)
-            model = fs.functionalize(module)
-            clip = [] if max_norm is None else [fs.clip_by_global_norm(max_norm)]
-            tx = fs.chain(*clip, fs.from_torch(cls, **hyper))
-            runs = spellings(model.apply)
-            # Each strategy by one row, and by another one with another shift.
-            numbered = list(enumerate(STRATEGIES.values()))
-            for number, strategy in numbered[(row + shift) % len(OF_DDP) :: len(OF_DDP)]:
-                assert_matches_ddp(
-                    step_of(tx, runs[number % 2]),
-                    fs.TrainState.create(model.init(strategy(on)), tx),
-                    batches,
-                    module=module,
-                    loss_fn=lambda module, batch: module(batch),
-                    optimizer=partial(clipping, cls, hyper, max_norm),
-                    **closeness,
-                )
-
-    spmd(program, workers(2))
+    on, generator = meshes(), torch.Generator().manual_seed(1 + torch.distributed.get_rank())
+    batches = [torch.randint(VOCABULARY, (2, 4), generator=generator) for _ in range(STEPS)]
+    for row, (name, dtype, max_norm, closeness) in enumerate(OF_DDP):
+        cls, hyper, _ = ALGORITHMS[name]
+        module = filled(Language(tie_head, hidden=(7,)), dtype)
+        module.blocks[0].norm.requires_grad_(False)
+        model = fs.functionalize(module)
+        clip = [] if max_norm is None else [fs.clip_by_global_norm(max_norm)]
+        tx = fs.chain(*clip, fs.from_torch(cls, **hyper))
+        runs = spellings(model.apply)
+        # Each strategy by one row, and by another one with another shift.
+        numbered = list(enumerate(STRATEGIES.values()))
+        for number, strategy in numbered[(row + shift) % len(OF_DDP) :: len(OF_DDP)]:
+            assert_matches_ddp(
+                step_of(tx, runs[number % 2]),
+                fs.TrainState.create(model.init(strategy(on)), tx),
+                batches,
+                module=module,
+                loss_fn=lambda module, batch: module(batch),
+                optimizer=partial(clipping, cls, hyper, max_norm),
+                **closeness,
+            )
 
 
 def clipping(cls, hyper, max_norm, parameters):
