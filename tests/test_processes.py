@@ -1,15 +1,21 @@
 """What a user starts from a shell, python -m fshard too, ends well and says what it should."""
 
+import os
 import platform
 import re
+import signal
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import fshard as fs
 from fshard.__main__ import main
+from tests.forked_programs import run_on_ranks
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
@@ -24,25 +30,6 @@ if "ddp" in sys.argv:
 params = fs.shard({"w": torch.ones(700, 999), "b": torch.ones(5)}, fs.zero2(mesh))
 for _ in range(10):
     loss, grads = fs.value_and_grad(lambda p: fs.gather(p)["w"].sum() + fs.gather(p)["b"].sum())(params)
-"""
-
-# The second rank is killed before it makes its mesh, once both have connected.
-KILLED_BEFORE_ITS_MESH = """
-import os, signal, sys
-from datetime import timedelta
-import torch.distributed as dist, fshard as fs
-connected, connect = os.pipe()
-rank = int(os.fork() == 0)
-limit = timedelta(seconds=2)
-dist.init_process_group("gloo", f"file://{sys.argv[1]}", rank=rank, world_size=2, timeout=limit)
-if rank:
-    os.read(connected, 1)
-    os.kill(os.getpid(), signal.SIGKILL)
-os.write(connect, b"1")
-try:
-    fs.init_mesh({"shard": -1}, device="cpu", timeout=2)
-except RuntimeError as error:
-    print(type(error).__name__, error)
 """
 
 
@@ -63,12 +50,25 @@ def test_ranks_exit_with_zero(tmp_path, kept):
     run(*TORCHRUN, 2, script, kept)
 
 
+def be_killed_before_the_mesh():
+    """Rank 1 is killed once both have connected; rank 0 prints what its mesh says."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["connected"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    store.set("connected", "")
+    try:
+        fs.init_mesh({"shard": -1}, device="cpu", timeout=2)
+    except fs.comm.CollectiveError as error:
+        print(error)
+
+
 @pytest.mark.slow
-def test_a_rank_that_is_killed_before_its_mesh_is_named(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(KILLED_BEFORE_ITS_MESH)
-    assert run(sys.executable, script, tmp_path / "store") == (
-        "CollectiveError init_mesh: rank 1 did not call it within 2 s. "
+def test_a_rank_that_is_killed_before_its_mesh_is_named():
+    survivor, _ = run_on_ranks(2, be_killed_before_the_mesh)
+    assert survivor.output == (
+        "init_mesh: rank 1 did not call it within 2 s. "
         "Call init_mesh on every rank; if you make several meshes, make them in the same order.\n"
     )
 
