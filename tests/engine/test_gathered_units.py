@@ -98,14 +98,17 @@ class LinearWeights(torch.overrides.TorchFunctionMode):
 
 
 @on_ranks(2)
-def test_what_is_gathered_how_often():
-    # Nothing again of what runs without gradients.
+def test_what_runs_without_gradients_is_not_gathered_again():
     model, params = model_of(no_grad())
     units, _ = gathers(fs.value_and_grad(lambda p: model.apply(p, X)), params)
     assert [units.count(name) for name in ("first", "part.layers.0", "part.layers.1")] == [2, 1, 1]
-    # Layers that stay for the backward are dropped where another forward follows: the last two of the second stay.
-    layers, params = model_of(Layers(4), prefetch=1)
-    units, _ = gathers(fs.value_and_grad(lambda p: (layers.apply(p, X) + layers.apply(p, X)).sum()), params)
+
+
+@on_ranks(2)
+def test_layers_that_stay_for_the_backward_are_dropped_where_another_forward_follows():
+    """The last two of the second forward stay."""
+    model, params = model_of(Layers(4), prefetch=1)
+    units, _ = gathers(fs.value_and_grad(lambda p: (model.apply(p, X) + model.apply(p, X)).sum()), params)
     assert [units.count(f"layers.{i}") for i in range(4)] == [4, 4, 3, 3]
 
 
@@ -218,16 +221,20 @@ class Notes(fs.ShardTransform):
 
 
 @on_ranks(2)
-def test_bytes_of_reductions_under_way_are_bounded_and_units_freed_one_by_one():
+def test_bytes_of_reductions_under_way_are_bounded():
     log = []
     # A layer is reduced by itself, and twice as many bytes may be under way.
     strategy = fs.compose(Notes(log.append, -1), zero3(bucket_bytes=80), Notes(log.append, 1))
     model = fs.functionalize(Layers(6), nn.Linear)
     fs.value_and_grad(lambda p: model.apply(p, X).sum())(model.init(strategy, seed=0))
     assert max(itertools.accumulate(log)) == 2
-    inside, params = model_of(nn.Sequential(Layers(4)))
+
+
+@on_ranks(2)
+def test_units_inside_a_submodule_are_freed_one_by_one():
+    model, params = model_of(nn.Sequential(Layers(4)))
     with LinearWeights() as layers:
-        fs.value_and_grad(lambda p: inside.apply(p, X).sum())(params)
+        fs.value_and_grad(lambda p: model.apply(p, X).sum())(params)
     assert layers.alive == [1, 1, 1, 1]
 
 
