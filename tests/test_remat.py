@@ -197,13 +197,19 @@ def test_what_is_saved_is_not_computed_again():
         assert [moment.operator for moment in graph.moments].count("aten.tanh") == times
         peaks.append(graph.peak_bytes())
     assert peaks[0] > peaks[1] > peaks[2]
+
+
+def test_what_is_saved_under_torch_func_is_what_the_forward_computed():
+    """Names may have an overload, as a graph prints those that are no default."""
     numbers, x = itertools.count(), normal()(3)
     again = fs.remat(lambda x: (x + next(numbers)).exp().sum(), save=["aten.exp"])
     assert_same_bits(grad(again)(x), x.exp())
     assert next(numbers) == 2
-    # Names with an overload, as a graph prints those that are no default, keep results too; others would keep nothing.
     rows = fs.remat(lambda x: (x + next(numbers)).sum(0, keepdim=True).exp().sum(), save=["aten.exp.default"])
     assert_same_bits(grad(rows)(x), (x + 3).sum(0, keepdim=True).exp().expand(3))
+
+
+def test_what_names_no_operator_is_refused():
     text = r"^remat: save=.* is not a list of operator names such as .\"aten.topk\"..$"
     for wrong in ("aten.tanh", ["tanh"], ["aten"], [None]):
         with pytest.raises(ValueError, match=text):
