@@ -1,7 +1,7 @@
 """diff: runs two versions of a step, and names the first operation whose result differs."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -48,21 +48,18 @@ class Difference(NamedTuple):
         lines.append("The largest difference by module:")
         for (phase, module), difference in self.growth.items():
             lines.append(f"  {phase:10} {module or '(none)':20} {difference:.3g}")
-        leaves = [f"{path} by {difference:.3g}" for path, difference in self.leaves.items()]
-        lines += _list_entries("Results that differ", leaves)
-        lines += _list_entries("In the first version alone", self.only_first)
-        lines += _list_entries("In the second version alone", self.only_second)
+        sections = {
+            "Results that differ": [f"{path} by {difference:.3g}" for path, difference in self.leaves.items()],
+            "In the first version alone": self.only_first,
+            "In the second version alone": self.only_second,
+        }
+        for title, entries in sections.items():
+            if entries:
+                lines.append(f"{title}:")
+            lines += [f"  {entry}" for entry in entries[:_MAX_SHOWN]]
+            if len(entries) > _MAX_SHOWN:
+                lines.append(f"  and {len(entries) - _MAX_SHOWN} more")
         return "\n".join(lines)
-
-
-def _list_entries(title: str, entries: Sequence[str]) -> list[str]:
-    """Write a list with a title; of a long one the first entries."""
-    if not entries:
-        return []
-    lines = [f"{title}:", *(f"  {entry}" for entry in entries[:_MAX_SHOWN])]
-    if len(entries) > _MAX_SHOWN:
-        lines.append(f"  and {len(entries) - _MAX_SHOWN} more")
-    return lines
 
 
 def diff(
@@ -111,31 +108,27 @@ def diff(
 
 def _compare_versions(first: Operations, second: Operations, bound: float) -> Difference:
     """Run two versions, and report on all ranks where the second differs from the first."""
-    names_first, names_second = _select_names(first, second)
+    names_first = _name_operations(first, second)
+    names_second = _name_operations(second, first)
     rows = []
-    beyond = []
-    for node, phase, place, difference in _find_differences(first, second, names_first, names_second):
-        rows.append((phase, place, difference))
-        if phase != _RESULT and difference > bound:
-            beyond.append((node, f"differs by {difference:.3g} of its largest value"))
-    report = second.report_first(*beyond[0]) if beyond else second.report_first(None)
-    counts_first = _count_operators(names_first, names_second)
-    counts_second = _count_operators(names_second, names_first)
-    surplus_first = _list_counts(counts_first - counts_second)
-    surplus_second = _list_counts(counts_second - counts_first)
+    node_beyond = None
+    size_beyond = 0.0
+    for node, name, size in _find_differences(first, second, names_first, names_second):
+        rows.append((name.phase, name.module, size))
+        if node_beyond is None and size > bound and name.phase != _RESULT:
+            node_beyond = node
+            size_beyond = size
+    report = second.report_first(node_beyond, f"differs by {size_beyond:.3g} of its largest value")
+    surplus_first = _list_surplus(names_first, names_second)
+    surplus_second = _list_surplus(names_second, names_first)
     of_ranks = second.gather([rows, surplus_first, surplus_second])
     largest: dict[tuple[str, str], float] = {}
     for rows_of_rank, *_ in of_ranks:
-        for phase, place, difference in rows_of_rank:
-            largest[phase, place] = max(difference, largest.get((phase, place), 0.0))
-    growth = {}
-    leaves = {}
-    for key, difference in largest.items():
-        if key[0] != _RESULT:
-            growth[key] = difference
-    for (phase, path), difference in sorted(largest.items(), key=lambda entry: -entry[1]):
-        if phase == _RESULT and difference > bound:
-            leaves[path] = difference
+        for phase, place, size in rows_of_rank:
+            largest[phase, place] = max(size, largest.get((phase, place), 0.0))
+    ranked = sorted(largest.items(), key=lambda entry: -entry[1])
+    growth = {place: size for place, size in largest.items() if place[0] != _RESULT}
+    leaves = {path: size for (phase, path), size in ranked if phase == _RESULT and size > bound}
     _, only_first, only_second = of_ranks[0]
     return Difference(bound, report, growth, leaves, only_first, only_second)
 
@@ -145,100 +138,84 @@ def _find_differences(
     second: Operations,
     names_first: Mapping[Node, Name],
     names_second: Mapping[Node, Name],
-) -> Iterator[tuple[Node, str, str, float]]:
+) -> Iterator[tuple[Node, Name, float]]:
     """Run two versions, and compare the results of the second with those of the first.
 
     Yields:
-        For each operation of both versions its node, phase and submodule, and the difference; then for what a step
-        returns the node, _RESULT, the path and the difference.
+        For each tensor of floating-point numbers that both have its node, its name and the difference.
     """
-    shared = set(names_first.values()) & set(names_second.values())
-    have_one_layout = _layout_of(first) == _layout_of(second)
-    if not have_one_layout:
-        # Updates compute with shards, which may have one shape and other elements.
-        shared = {name for name in shared if name.phase != "update"}
-    # Results of the first version by the names of operations, or the paths of what it returns.
-    expected: dict[Any, Sequence[torch.Tensor]] = {}
-    for node, operands, results in run_step(first):
-        if names_first.get(node) in shared:
-            expected[names_first[node]] = [tensor.clone() for tensor in results]
-        results_of_step = operands
-    if have_one_layout:
-        # The last node is the output.
-        for source, value in results_of_step.items():
-            expected[first.result_paths[source]] = [value]
-    for node, operands, results in run_step(second):
-        name: Any = names_second.get(node)
-        for difference in _list_differences(expected.pop(name, ()), results):
-            yield node, name.phase, name.module, difference
-        results_of_step = operands
-    for source, value in results_of_step.items():
-        path = second.result_paths[source]
-        for difference in _list_differences(expected.get(path, ()), [value]):
-            yield source, _RESULT, path, difference
+    # Updates compute with shards, which may have one shape and other elements.
+    left_out = () if _layout_of(first) == _layout_of(second) else ("update", _RESULT)
+    names = set(names_second.values())
+    expected = {}
+    for _, name, tensors in _list_values(first, names_first):
+        if name.phase not in left_out and (name in names or name.phase == _RESULT):
+            expected[name] = [tensor.clone() for tensor in tensors]
+    for node, name, tensors in _list_values(second, names_second):
+        for one, other in zip(expected.pop(name, ()), tensors, strict=False):
+            are_numbers = one.is_floating_point() and other.is_floating_point()
+            if are_numbers and one.shape == other.shape:
+                yield node, name, _compare_tensors(one, other)
+
+
+def _list_values(
+    operations: Operations, names: Mapping[Node, Name]
+) -> Iterator[tuple[Node, Name, Sequence[torch.Tensor]]]:
+    """Run a version, and list the results of its operations, then what it returns."""
+    for node, operands, results in run_step(operations):
+        if node in names:
+            yield node, names[node], results
+        if node.op == "output":
+            for source, value in operands.items():
+                yield source, Name("", operations.result_paths[source], _RESULT, 0, ""), [value]
 
 
 def _layout_of(operations: Operations) -> list[Any]:
     """Return how the leaves of a step's arguments are split."""
-    layout = []
-    for leaf in operations.flat.sharded:
-        layout.append((leaf.spec.partition, leaf.local.shape))
-    return layout
+    return [(leaf.spec.partition, leaf.local.shape) for leaf in operations.flat.sharded]
 
 
-def _select_names(first: Operations, second: Operations) -> list[dict[Node, Name]]:
-    """Name the operations of two versions that compute something: no views, collectives, arrivals or empty memory.
+def _name_operations(operations: Operations, other: Operations) -> dict[Node, Name]:
+    """Name the operations of a version that compute something: no views, collectives, arrivals or empty memory.
 
-    Where the versions have other numbers of microbatches, names have the numbers in the whole job, and other operations
-    than those of the program are left out, because what sums microbatches up differs.
+    Where the other version has another number of microbatches, names have the numbers in the whole job, and other
+    operations than those of the program are left out, because what sums microbatches up differs.
     """
-    are_alike = first.microbatches == second.microbatches
-    selected = []
-    for operations in (first, second):
-        numbers: Sequence[int] = range(operations.microbatches)
-        if not are_alike:
-            count_of_job = operations.microbatches * ranks_of(None).size
-            numbers = fs.microbatches(range(count_of_job), like=operations.flat.sharded)
-        names = {}
-        for node, name in operations.names.items():
-            is_compared = are_alike or bool(name.module) or origin_of(node).is_users
-            if is_compared and _computes(operations, node):
-                names[node] = name._replace(microbatch=numbers[name.microbatch])
-        selected.append(names)
-    return selected
+    are_alike = operations.microbatches == other.microbatches
+    numbers: Sequence[int] = range(operations.microbatches)
+    if not are_alike:
+        count_of_job = operations.microbatches * ranks_of(None).size
+        numbers = fs.microbatches(range(count_of_job), like=operations.flat.sharded)
+    names = {}
+    for node in operations.nodes:
+        moves = node in operations.collectives or graph_nodes.is_wait(node) or graph_nodes.is_view(node)
+        if node.op != "call_function" or moves or is_empty(node):
+            continue
+        name = operations.describe(node)
+        if are_alike or name.module or origin_of(node).is_users:
+            names[node] = name._replace(microbatch=numbers[name.microbatch])
+    totals = Counter(names.values())
+    counts: Counter[Name] = Counter()
+    for node, name in names.items():
+        names[node] = name._replace(number=counts[name], total=totals[name])
+        counts[name] += 1
+    return names
 
 
-def _computes(operations: Operations, node: Node) -> bool:
-    moves = node in operations.collectives or graph_nodes.is_wait(node) or graph_nodes.is_view(node)
-    return node.op == "call_function" and not moves and not is_empty(node)
-
-
-def _count_operators(names: Mapping[Node, Name], others: Mapping[Node, Name]) -> Counter[tuple[str, str]]:
-    """Count operators by the lines of the program, in the microbatches that another version has too."""
-    numbers = {name.microbatch for name in others.values()}
-    counts: Counter[tuple[str, str]] = Counter()
-    for name in names.values():
-        if name.microbatch in numbers:
-            counts[name.line or name.phase, name.operator] += 1
-    return counts
-
-
-def _list_counts(counts: Mapping[tuple[str, str], int]) -> list[str]:
-    """List the operators of each line."""
-    lines: dict[str, list[str]] = {}
-    for (line, operator), count in counts.items():
-        lines.setdefault(line, []).append(f"{count} {operator}")
-    return [f"{line}: {', '.join(texts)}" for line, texts in lines.items()]
-
-
-def _list_differences(expected: Sequence[torch.Tensor], actual: Sequence[torch.Tensor]) -> list[float]:
-    """Find the largest difference of tensors of floating-point numbers that have one shape, if there are any."""
-    differences = []
-    for one, other in zip(expected, actual, strict=False):
-        are_numbers = one.is_floating_point() and other.is_floating_point()
-        if are_numbers and one.shape == other.shape:
-            differences.append(_compare_tensors(one, other))
-    return sorted(differences)[-1:]
+def _list_surplus(names: Mapping[Node, Name], others: Mapping[Node, Name]) -> list[str]:
+    """List the operators of each line that a version has more of, in the microbatches that both have."""
+    microbatches = {name.microbatch for name in names.values()} & {name.microbatch for name in others.values()}
+    surplus: dict[str, Counter[str]] = defaultdict(Counter)
+    for sign, version in ((1, names), (-1, others)):
+        for name in version.values():
+            if name.microbatch in microbatches:
+                surplus[name.line or name.phase][name.operator] += sign
+    lines = []
+    for line, counts in surplus.items():
+        texts = [f"{count} {operator}" for operator, count in counts.items() if count > 0]
+        if texts:
+            lines.append(f"{line}: {', '.join(texts)}")
+    return lines
 
 
 def _compare_tensors(expected: torch.Tensor, actual: torch.Tensor) -> float:
@@ -248,8 +225,8 @@ def _compare_tensors(expected: torch.Tensor, actual: torch.Tensor) -> float:
     expected = expected.double()
     actual = actual.double()
     # Equal infinities, as in masks, do not differ, and neither does NaN from NaN.
-    is_equal = (expected == actual) | (expected.isnan() & actual.isnan())
+    is_equal = torch.isclose(expected, actual, rtol=0.0, atol=0.0, equal_nan=True)
     distance = (expected - actual).abs().masked_fill(is_equal, 0.0).max()
-    scale = expected.masked_fill(~expected.isfinite(), 0.0).abs().max()
+    scale = expected.nan_to_num(0.0, 0.0, 0.0).abs().max()
     # Where nothing is finite, or all that is is 0, every difference is infinite.
     return (distance / scale).nan_to_num(math.inf, math.inf).item() if distance else 0.0

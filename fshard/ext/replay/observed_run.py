@@ -35,9 +35,6 @@ def run_step(operations: Operations) -> Iterator[tuple[Node, dict[Node, Any], li
     prepared: Any = operations.program.run
     run = Interpreter(prepared)
     run.args_iter = (tensor_of(leaf).detach() for leaf in operations.leaves.values())
-    in_flight = set(operations.collectives)
-    for start in operations.collectives:
-        in_flight.update(start.users)
     operands: dict[Node, Any] = {}
     results: list[torch.Tensor] = []
     with _SHARED_GENERATORS:
@@ -64,7 +61,8 @@ def run_step(operations: Operations) -> Iterator[tuple[Node, dict[Node, Any], li
         if is_empty(node):
             result.zero_()
             continue
-        if node not in in_flight and node.op != "output":
+        is_in_flight = not operations.collectives.keys().isdisjoint([node, *operands])
+        if not is_in_flight and node.op != "output":
             # An operator that writes to many tensors, as a fused optimizer does, may return nothing.
             results += tensors_in(result) or written.values()
         yield node, operands, results

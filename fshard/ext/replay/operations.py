@@ -1,7 +1,6 @@
-"""Operations of a step: its graph, names that hold in other graphs too, and the report of one of them."""
+"""Operations of a step: its graph, words for each that hold in other graphs too, and the report of one of them."""
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from linecache import getline
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,8 +114,6 @@ class Operations:
         leaves: For each input the leaf that it stands for.
         result_paths: The paths of the nodes that are results.
         microbatches: The number of microbatches of this rank.
-        names: The names of inputs, constants and operations.
-        order: Keys that sort nodes of all ranks in time, as far as ranks wait for each other.
         collectives: The nodes that start a collective.
         identities: For each of these a name that its ranks have in common.
     """
@@ -155,15 +152,9 @@ class Operations:
         results = flatten(unflatten(traced.treedef, graph_nodes.find_results(graph)))
         self.result_paths = {node: path for path, node in results.named_leaves}
         self.microbatches = 1 + max(origin_of(node).microbatch for node in self.nodes)
-        self.names = self._name_operations()
-        self.order: dict[Node, tuple[int, int]] = {}
         self.collectives: dict[Node, Collective] = {}
         self.identities: dict[Node, str] = {}
-        waits = 0
-        for number, node in enumerate(self.nodes):
-            # Numbers of nodes differ between ranks, but they wait for the same buffers in the same order.
-            waits += graph_nodes.is_wait(node)
-            self.order[node] = waits, number
+        for node in self.nodes:
             collective = graph_nodes.find_collective(node)
             if collective is not None:
                 self.identities[node] = f"{len(self.collectives)} {node.args[-2]}"
@@ -193,30 +184,24 @@ class Operations:
         """
         entry = None
         if node is not None:
-            waits, number = self.order[node]
+            number = self.nodes.index(node)
+            # Numbers of nodes differ between ranks, but they wait for the same buffers in the same order.
+            waits = sum(map(graph_nodes.is_wait, self.nodes[: number + 1]))
             report = self.locate(node, verdict=verdict, ranks=tuple(ranks), **details)
-            entry = [[waits, number], [waits, str(self.names[node])], process_rank(), report]
+            entry = waits, number, process_rank(), str(self.describe(node)), report
         entries = [entry for entry in self.gather(entry) if entry is not None]
         if not entries:
             return None
-        _, first, _, fields = min(entries)
+        first_waits, _, _, first_name, fields = min(entries)
         alike = []
-        for _, place, rank, _ in entries:
-            if place == first:
+        for waits, _, rank, name, _ in entries:
+            if (waits, name) == (first_waits, first_name):
                 alike.append(rank)
         report = OperationReport(*fields)
         return report._replace(ranks=tuple(report.ranks or alike))
 
-    def _name_operations(self) -> dict[Node, Name]:
-        names = {node: self._describe(node) for node in self.nodes}
-        totals = Counter(names.values())
-        numbers: Counter[Name] = Counter()
-        for node, name in names.items():
-            names[node] = name._replace(number=numbers[name], total=totals[name])
-            numbers[name] += 1
-        return names
-
-    def _describe(self, node: Node) -> Name:
+    def describe(self, node: Node) -> Name:
+        """Describe a node in words that other ranks, and other versions of a step, have too."""
         origin = origin_of(node)
         frames = origin.forward or origin.frames
         line = _read_line(frames[0]) if frames else ""
@@ -226,7 +211,8 @@ class Operations:
         """Find out where an operation is, for a report with these details."""
         origin = origin_of(node)
         leaf = self._find_leaf(node) if origin.phase in _LATE else ""
-        collective = self._find_collective(node)
+        is_moved = _only_moves(node) and not origin.is_users
+        collective = next(self._list_collectives(node), None) if is_moved else None
         phase = "" if node in self.leaves else origin.phase
         is_repeated = self.microbatches > 1 and phase not in ("", "update")
         return OperationReport(
@@ -250,19 +236,13 @@ class Operations:
         return next((self.result_paths[user] for user in users if user in self.result_paths), "")
 
     def _find_unit(self, node: Node, leaf: str) -> str:
-        """Find the unit that a submodule lies in, or else those of a leaf, or else those of what it reads."""
+        """Find the unit that a submodule lies in, or else that of a leaf, or else that of what a node reads."""
         module = origin_of(node).module
         units = {unit for entry in self.collectives.values() for unit in entry.about.units}
         around = [unit for unit in units if f"{module}.".startswith(f"{unit}.")]
         if around:
             return max(around, key=len)
-        entries = self._list_senders(leaf)
-        for source in walk_graph(node.all_input_nodes, _list_carriers):
-            if source in self.collectives:
-                entries.append(self.collectives[source])
-            elif isinstance(self.leaves.get(source), Sharded):
-                # Nothing is gathered where an axis has one rank.
-                entries += self._list_senders(self._paths[source])
+        entries = [*self._list_senders(leaf), *self._list_collectives(node)]
         return entries[0].unit if entries else ""
 
     def _list_senders(self, path: str) -> list[Collective]:
@@ -270,10 +250,14 @@ class Operations:
         entries = reversed(self.collectives.values())
         return [entry for entry in entries if path.endswith(tuple(entry.about.leaves))]
 
-    def _find_collective(self, node: Node) -> Collective | None:
-        """Find the collective that a node has its values from as they are."""
-        sources = walk_graph([node], lambda reached: reached.all_input_nodes if _only_moves(reached) else ())
-        return next((self.collectives[source] for source in sources if source in self.collectives), None)
+    def _list_collectives(self, node: Node) -> Iterator[Collective]:
+        """List the collectives that a node reads something of, the nearest first."""
+        for source in walk_graph(node.all_input_nodes, _list_carried):
+            if source in self.collectives:
+                yield self.collectives[source]
+            elif isinstance(self.leaves.get(source), Sharded):
+                # Nothing is gathered where an axis has one rank.
+                yield from self._list_senders(self._paths[source])
 
 
 def _trace(tool: str, step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -308,10 +292,10 @@ def _only_moves(node: Node) -> bool:
     return graph_nodes.is_wait(node) or graph_nodes.is_view(node) or name_operator(node) in passed
 
 
-def _list_carriers(node: Node) -> list[Node]:
+def _list_carried(node: Node) -> list[Node]:
     """List what a node only moves, or computes its result of alone, such as a gathered leaf that it casts."""
-    is_moved = _only_moves(node) or len(node.all_input_nodes) == 1
-    return node.all_input_nodes if is_moved else []
+    is_carried = _only_moves(node) or len(node.all_input_nodes) == 1
+    return node.all_input_nodes if is_carried else []
 
 
 def name_operator(node: Node) -> str:

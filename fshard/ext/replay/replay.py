@@ -209,7 +209,7 @@ class _Sightings:
             for node, sender in self._left[place].items():
                 if sender not in senders:
                     makers.append(node)
-        return min(makers, key=self._operations.order.__getitem__, default=None)
+        return min(makers, key=self._operations.nodes.index, default=None)
 
 
 def _list_frames(node: Node) -> list[Frame]:

@@ -109,7 +109,7 @@ class _Digests:
         self.results[node] = _digest(results)
         cause, result = self._make_claim(node, operands, results)
         if cause is not None:
-            name = str(self._operations.names[node])
+            name = str(self._operations.describe(node))
             self.claims[node] = _hash(f"{name} {cause}"), _hash(str(result))
 
     def _make_claim(
