@@ -279,9 +279,11 @@ def _trace(tool: str, step: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
         raise ValueError(f"{tool}: {name} cannot be made one graph, which {tool} runs. {error}") from error
 
 
-def find_start(wait: Node) -> tuple[Node, int]:
-    """Find the collective that a node waits for, and the index of the buffer."""
-    buffer: Any = wait.args[0]
+def find_start(node: Node) -> tuple[Node | None, int]:
+    """Find the collective that a node waits for, and the index of the buffer; None if it waits for none."""
+    if not graph_nodes.is_wait(node):
+        return None, 0
+    buffer: Any = node.args[0]
     start, index = buffer.args
     return start, index
 

@@ -21,9 +21,9 @@ MAX_BEFORE = 3
 Watch = str | Callable[[torch.Tensor, Node], object]
 # The makers of a refused value, and the waits that brought some, each with the identity of its collective.
 Trace = dict[Node, str]
-# How bad a value is; 0 if it is accepted.
-INFINITE = 1
-NAN = 2
+# What is wrong with a value, the worse the later; a level is an index of these.
+PROBLEMS = ("", "infinities", "NaN", "values that watch refuses")
+INFINITE, NAN, REFUSED = 1, 2, 3
 # An exit: where refused values leave the graph with its results and gradients. All other exits are collectives.
 RESULTS = "results"
 
@@ -47,7 +47,7 @@ def replay(
         *args: Its arguments. Those that were donated are lost: keep the state of before, or restore it.
         watch: "nonfinite", or a function of a tensor and its node in the graph that tells whether to refuse the tensor.
             With a function the report names the first operation that made a refused value anywhere; the node's
-            meta["origin"] has its lines, module and phase. Views of tensors that were accepted are not looked at.
+            meta["origin"] has its lines, module and phase. Views are not looked at where they are made.
         allow: Operators, such as "aten.log", and lines, such as "model.py:12", that may make infinities or NaN.
         **kwargs: Its keyword arguments.
 
@@ -68,12 +68,9 @@ def replay(
     with calling("replay", lambda: flatten((args, kwargs)).axes):
         _check_options(watch, allow)
         operations = Operations("replay", [ranks_of(None)], step, args, kwargs)
-        sightings = _Sightings(operations, watch, allow)
-        for event in run_step(operations):
-            sightings.observe(*event)
-        maker = sightings.find_maker()
-        facts = {} if maker is None else sightings.facts[maker]
-        return operations.report_first(maker, **facts)
+        facts, left = _trace_refused(operations, watch, tuple(allow))
+        maker = _find_maker(operations, left)
+        return operations.report_first(maker, **facts.get(maker, {}))
 
 
 def _check_options(watch: Any, allow: Any) -> None:
@@ -84,132 +81,127 @@ def _check_options(watch: Any, allow: Any) -> None:
     expect(are_texts, "replay", "allow to be a collection of operators and lines", describe(allow))
 
 
-class _Sightings:
-    """The refused values of one run of a graph.
+def _trace_refused(
+    operations: Operations, watch: Watch, allow: tuple[str, ...]
+) -> tuple[dict[Node | None, dict[str, Any]], dict[str, Trace]]:
+    """Run a step, and find out where refused values come from.
 
-    Each refused value has a trace: the makers that it comes from, which made a refused value out of accepted ones, and
-    the waits for collectives that brought some.
+    A value is looked at where it is made. Where it is read, it is looked at again if it may be to blame: its memory has
+    held refused values, and it leaves the graph or the node made refused ones.
 
-    Attributes:
-        facts: For the makers and waits of all traces what a report says of them.
+    Returns:
+        For the makers and waits of all traces what a report says of them; and for each exit that refused values left
+        by their traces.
     """
-
-    def __init__(self, operations: Operations, watch: Watch, allow: Collection[str]) -> None:
-        """Begin before the run.
-
-        Args:
-            operations: The nodes of the graph.
-            watch: As for `replay`.
-            allow: Names of operators, and ends of texts such as "model.py:12", that may make refused values.
-        """
-        self.facts: dict[Node, dict[str, Any]] = {}
-        self._operations = operations
-        self._watch = watch
-        self._allow = tuple(allow)
-        self._storages = graph_nodes.find_storages(operations.nodes)
-        # For each storage the trace of the last refused value in it.
-        self._traces: dict[Hashable, Trace] = {}
-        # For each exit that refused values left by their traces.
-        self._left: dict[str, Trace] = defaultdict(dict)
-
-    def observe(self, node: Node, operands: Mapping[Node, Any], results: Sequence[torch.Tensor]) -> None:
-        """Look at what a node read and made; called for each node of a run.
-
-        A value is looked at where it is made, and only in memory that has held refused ones again where it is read.
-        """
+    storages = graph_nodes.find_storages(operations.nodes)
+    # For each storage the trace of the last refused value in it.
+    traces: dict[Hashable, Trace] = {}
+    facts: dict[Node | None, dict[str, Any]] = {}
+    left: dict[str, Trace] = defaultdict(dict)
+    for node, operands, results in run_step(operations):
+        # What a view shows has been looked at, and lies in memory that has its trace.
+        level = 0 if graph_nodes.is_view(node) else _measure(watch, node, results)
         level_read = 0
         trace: Trace = {}
         for source, value in operands.items():
-            traces = [self._traces[storage] for storage in self._storages[source] if storage in self._traces]
-            level = self._measure(source, tensors_in(value)) if traces else 0
-            if level:
-                level_read = max(level, level_read)
-                trace_of_source = ChainMap(*traces)
-                trace |= trace_of_source
-                if self._leaves(source, node):
-                    self._left[self._operations.identities.get(node, RESULTS)] |= trace_of_source
-        if graph_nodes.is_view(node) and not level_read:
-            return
-        level = self._measure(node, results)
-        if not level:
-            return
-        if graph_nodes.is_wait(node):
-            start, _ = find_start(node)
-            trace = {node: self._operations.identities[start]}
-            self._describe(node, level, {}, results)
-        elif level > level_read and not self._is_legal(node, level):
+            traces_read = [traces[storage] for storage in storages[source] if storage in traces]
+            place = _find_exit(operations, source, node)
+            level_of_source = 0
+            if traces_read and (level or place):
+                level_of_source = _measure(watch, source, tensors_in(value))
+            if level_of_source:
+                level_read = max(level_of_source, level_read)
+                trace |= ChainMap(*traces_read)
+            if level_of_source and place:
+                left[place] |= ChainMap(*traces_read)
+        start, _ = find_start(node)
+        if level and start is not None:
+            trace = {node: operations.identities[start]}
+            facts[node] = _describe(operations, node, level, {}, results)
+        elif level > level_read and not _is_legal(operations, node, level, allow):
             trace[node] = ""
-            self._describe(node, level, operands, results)
-        for written in (node, *graph_nodes.find_write_targets(node)):
-            self._traces |= dict.fromkeys(self._storages[written], trace)
-        if callable(self._watch):
-            self._left[RESULTS] |= trace
+            facts[node] = _describe(operations, node, level, operands, results)
+        if level:
+            for written in (node, *graph_nodes.find_write_targets(node)):
+                traces |= dict.fromkeys(storages[written], trace)
+        if level == REFUSED:
+            left[RESULTS] |= trace
+    return facts, left
 
-    def _leaves(self, source: Node, node: Node) -> bool:
-        """Whether what a node reads leaves the graph: as a message, a result, or a gradient that an update reads."""
-        if node in self._operations.identities:
-            return True
+
+def _find_exit(operations: Operations, source: Node, node: Node) -> str:
+    """Find the exit by which a value leaves the graph where a node reads it; empty if the value stays."""
+    if node.op == "output":
+        leaves = source.op != "placeholder"
+    else:
         is_gradient = origin_of(node).phase == "update" != origin_of(source).phase
-        return source.op != "placeholder" if node.op == "output" else is_gradient and source.op == "call_function"
+        leaves = is_gradient and source.op == "call_function"
+    return operations.identities.get(node, RESULTS if leaves else "")
 
-    def _measure(self, node: Node, tensors: Sequence[torch.Tensor]) -> int:
-        """Measure how bad the tensors of a node are; 0 if they are accepted."""
-        if callable(self._watch):
-            return int(any(self._watch(tensor, node) for tensor in tensors))
-        return max(map(measure_nonfinite, tensors), default=0)
 
-    def _describe(self, node: Node, level: int, operands: Mapping[Node, Any], results: Sequence[torch.Tensor]) -> None:
-        problem = "NaN" if level == NAN else "infinities"
-        if callable(self._watch):
-            problem = "values that watch refuses"
-        self.facts[node] = {
-            "verdict": f"has {problem}" if node.op == "placeholder" else f"made {problem}",
-            "read": self._list_ranges(operands),
-            "value": self._list_ranges({node: results}),
-            "before_it": _list_before(node),
-        }
+def _measure(watch: Watch, node: Node, tensors: Sequence[torch.Tensor]) -> int:
+    """Measure how bad the tensors of a node are; 0 if they are accepted."""
+    if callable(watch):
+        is_refused = any(watch(tensor, node) for tensor in tensors)
+        return REFUSED if is_refused else 0
+    return max(map(measure_nonfinite, tensors), default=0)
 
-    def _list_ranges(self, values: Mapping[Node, Any]) -> list[str]:
-        lines = []
-        for node, value in values.items():
-            for tensor in tensors_in(value):
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                name = self._operations.name(node)
-                lines.append(f"{name}: {dtype}{list(tensor.shape)}{_describe_range(tensor)}")
-        return lines
 
-    def _is_legal(self, node: Node, level: int) -> bool:
-        """Whether the program means to make such a value: it wrote an infinity down, or the caller allows it."""
-        lines = [f"{frame.file}:{frame.line}" for frame in _list_frames(node)]
-        if name_operator(node) in self._allow or any(line.endswith(self._allow) for line in lines):
-            return True
-        if callable(self._watch) or level > INFINITE:
-            return False
-        if node.op != "call_function":
-            # A constant, or an argument such as a mask.
-            return not isinstance(self._operations.leaves.get(node), Sharded)
-        constants: list[Any] = []
-        map_aggregate((node.args, node.kwargs), constants.append)
-        return math.inf in constants or -math.inf in constants
+def _is_legal(operations: Operations, node: Node, level: int, allow: tuple[str, ...]) -> bool:
+    """Whether the program means to make such a value: it wrote an infinity down, or the caller allows it."""
+    names = [name_operator(node)]
+    names += [f"{frame.file}:{frame.line}" for frame in _list_frames(node)]
+    if any(name.endswith(allow) for name in names):
+        return True
+    if level != INFINITE:
+        return False
+    if node.op != "call_function":
+        # A constant, or an argument such as a mask.
+        return not isinstance(operations.leaves.get(node), Sharded)
+    constants: list[Any] = []
+    map_aggregate((node.args, node.kwargs), constants.append)
+    return math.inf in constants or -math.inf in constants
 
-    def find_maker(self) -> Node | None:
-        """Find the first maker on this rank of what went wrong on any, following values through collectives.
 
-        Returns:
-            The maker; None if there is none here. A collective that got refused values nowhere is a maker where it is
-            waited for.
-        """
-        senders_of_ranks = {place: list(trace.values()) for place, trace in self._left.items()}
-        senders: dict[str, list[str]] = defaultdict(list)
-        for senders_of_rank in self._operations.gather(senders_of_ranks):
-            for place, identities in senders_of_rank.items():
-                senders[place] += identities
-        makers = []
-        for place in walk_graph([RESULTS], lambda place: senders.get(place, ())):
-            for node, sender in self._left[place].items():
-                if sender not in senders:
-                    makers.append(node)
-        return min(makers, key=self._operations.nodes.index, default=None)
+def _describe(
+    operations: Operations,
+    node: Node,
+    level: int,
+    operands: Mapping[Node, Any],
+    results: Sequence[torch.Tensor],
+) -> dict[str, Any]:
+    """Describe a node that made refused values, or brought some, while its operands are there."""
+    verb = "has" if node.op == "placeholder" else "made"
+    return {
+        "verdict": f"{verb} {PROBLEMS[level]}",
+        "read": _list_ranges(operations, operands),
+        "value": _list_ranges(operations, {node: results}),
+        "before_it": _list_before(node),
+    }
+
+
+def _list_ranges(operations: Operations, values: Mapping[Node, Any]) -> list[str]:
+    lines = []
+    for node, value in values.items():
+        lines += [f"{operations.name(node)}: {_describe_range(tensor)}" for tensor in tensors_in(value)]
+    return lines
+
+
+def _find_maker(operations: Operations, left: Mapping[str, Trace]) -> Node | None:
+    """Find the first maker on this rank of what went wrong on any, following values through collectives.
+
+    Returns:
+        The maker; None if there is none here. A collective that got refused values nowhere is a maker where it is
+        waited for.
+    """
+    senders: dict[str, list[str]] = defaultdict(list)
+    for senders_of_rank in operations.gather({place: list(trace.values()) for place, trace in left.items()}):
+        for place, identities in senders_of_rank.items():
+            senders[place] += identities
+    makers = []
+    for place in walk_graph([RESULTS], lambda place: senders.get(place, ())):
+        makers += [node for node, sender in left.get(place, {}).items() if sender not in senders]
+    return min(makers, key=operations.nodes.index, default=None)
 
 
 def _list_frames(node: Node) -> list[Frame]:
@@ -220,22 +212,21 @@ def _list_frames(node: Node) -> list[Frame]:
 
 def _list_before(node: Node) -> list[str]:
     """List operations whose results led to a node, the nearest first; views are left out."""
-    sources = walk_graph([node], lambda reached: reversed(reached.all_input_nodes))
+    sources = walk_graph(reversed(node.all_input_nodes), lambda reached: reversed(reached.all_input_nodes))
     computed = (other for other in sources if other.op == "call_function" and not graph_nodes.is_view(other))
     lines = []
-    for other in islice(computed, MAX_BEFORE + 1):
+    for other in islice(computed, MAX_BEFORE):
         lines.append(" at ".join([name_operator(other), *map(show_frame, _list_frames(other))]))
-    # The first one is the node itself.
-    return lines[1:]
+    return lines
 
 
 def measure_nonfinite(tensor: torch.Tensor) -> int:
-    """Return 2 if a tensor has NaN, 1 if it has infinities, else 0."""
+    """Return NAN if a tensor has NaN, INFINITE if it has infinities, else 0."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return 0
     numbers = _as_real_numbers(tensor)
     # A sum takes less time than anything else that reads all elements, and is finite only if all of them are.
-    if math.isfinite(numbers.sum().item()):
+    if math.isfinite(numbers.sum()):
         return 0
     if numbers.isnan().any():
         return NAN
@@ -251,13 +242,13 @@ def _as_real_numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _describe_range(tensor: torch.Tensor) -> str:
-    tensor = _as_real_numbers(tensor)
-    finite = tensor[tensor.isfinite()]
-    text = ""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    text = f"{dtype}{list(tensor.shape)}"
+    numbers = _as_real_numbers(tensor)
+    finite = numbers[numbers.isfinite()]
     if finite.numel():
-        text = f", {finite.min():.3g} to {finite.max():.3g}"
-    counts = {"NaN": tensor.isnan().sum(), "infinite": tensor.isinf().sum()}
-    for word, count in counts.items():
-        if count:
-            text += f", {count} {word}"
+        text += f", {finite.min():.3g} to {finite.max():.3g}"
+    for word, is_of_kind in {"NaN": numbers.isnan(), "infinite": numbers.isinf()}.items():
+        if is_of_kind.any():
+            text += f", {is_of_kind.sum()} {word}"
     return text

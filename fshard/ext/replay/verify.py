@@ -48,19 +48,15 @@ def verify(step: Callable[..., Any], *args: Any) -> OperationReport | None:
     """
     with calling("verify", lambda: flatten(args).axes):
         operations = Operations("verify", flatten(args).axes, step, args)
-        first = _Digests(operations)
-        for event in run_step(operations):
-            first.observe(*event)
-        # The last one has the results of the step, which the second run makes again.
-        del event
+        digests, claims = _digest_step(operations)
         changed = None
         for node, _, results in run_step(operations):
-            if changed is None and node in first.results and _digest(results) != first.results[node]:
+            if changed is None and node in digests and _digest(results) != digests[node]:
                 changed = node
         report = operations.report_first(changed, "gave other bits in a second run of the same step")
         if report is not None:
             return report
-        return _compare_ranks(operations, first.claims)
+        return _compare_ranks(operations, claims)
 
 
 def _compare_ranks(operations: Operations, claims: Mapping[Node, tuple[str, str]]) -> OperationReport | None:
@@ -74,79 +70,64 @@ def _compare_ranks(operations: Operations, claims: Mapping[Node, tuple[str, str]
         common = mode(votes.values())
         right = [rank for rank in votes if votes[rank] == common]
         wrong = [rank for rank in votes if votes[rank] != common]
-        if not wrong:
-            continue
-        verdict = f"did not give the bits of {name_ranks(right)}"
-        if len(right) <= len(wrong):
-            wrong = list(votes)
-            verdict = "gave different bits, and nothing tells which are right,"
-        return operations.report_first(node, verdict, wrong)
+        if len(right) > len(wrong) > 0:
+            return operations.report_first(node, f"did not give the bits of {name_ranks(right)}", wrong)
+        if wrong:
+            return operations.report_first(node, "gave different bits, and nothing tells which are right,", list(votes))
     return operations.report_first(None)
 
 
-class _Digests:
-    """Digests of what the operations of one run made.
+def _digest_step(operations: Operations) -> tuple[dict[Node, str], dict[Node, tuple[str, str]]]:
+    """Run a step, and digest what its operations make; views are left out.
 
-    Attributes:
-        results: The digests of results; those of views are left out.
-        claims: For nodes whose result is that of other ranks too a digest of what decides it, and the result.
+    Returns:
+        The digests of results; and for nodes whose result is that of other ranks too digests of what decides it, and of
+        what these ranks must have in common.
     """
-
-    def __init__(self, operations: Operations) -> None:
-        self.results: dict[Node, str] = {}
-        self.claims: dict[Node, tuple[str, str]] = {}
-        self._operations = operations
-        # For sums over ranks that a graph adds up itself digests of the rows that this rank sends.
-        self._rows: dict[Node, list[str]] = {}
-
-    def observe(self, node: Node, operands: Mapping[Node, Any], results: Sequence[torch.Tensor]) -> None:
-        """Look at what a node read and made; called for each node of a run."""
-        collective = self._operations.collectives.get(node)
+    digests: dict[Node, str] = {}
+    claims: dict[Node, tuple[str, str]] = {}
+    # For sums over ranks that a graph adds up itself digests of the rows that this rank sends.
+    rows: dict[Node, list[str]] = {}
+    for node, operands, results in run_step(operations):
+        collective = operations.collectives.get(node)
         if collective is not None and collective.op == "all_reduce" and node.args[_DIRECT]:
-            self._rows[node] = list(map(hash_of, operands.values()))
+            rows[node] = list(map(hash_of, operands.values()))
         if not results or graph_nodes.is_view(node):
-            return
-        self.results[node] = _digest(results)
-        cause, result = self._make_claim(node, operands, results)
-        if cause is not None:
-            name = str(self._operations.describe(node))
-            self.claims[node] = _hash(f"{name} {cause}"), _hash(str(result))
-
-    def _make_claim(
-        self, node: Node, operands: Mapping[Node, Any], results: Sequence[torch.Tensor]
-    ) -> tuple[object, object]:
-        """Say what decides a result, and the result: ranks that have the same cause must have the same result."""
-        leaf = self._operations.leaves.get(node)
-        if isinstance(leaf, Sharded):
-            # The coordinates on the axes whose ranks may hold other values.
-            axes = [axis for axis in self._operations.axes if not _replicates(leaf.spec, axis)]
-            return list(map(comm.rank, axes)), self.results[node]
-        if graph_nodes.is_wait(node):
-            return self._claim_arrival(node, results)
-        if node.op != "call_function" or draws(node):
-            return None, None
-        digests = {}
-        for source, value in operands.items():
-            digests[source] = _digest(tensors_in(value))
-        arguments: Any = map_arg([*node.args, node.kwargs], digests.__getitem__)
-        # Each rank adds its own row to the others, so that the two operands may be in either order.
-        if node.target in _ADDITIONS:
-            arguments = sorted(map(str, arguments))
-        return arguments, self.results[node]
-
-    def _claim_arrival(self, node: Node, results: Sequence[torch.Tensor]) -> tuple[object, object]:
-        """Say from which collective a buffer is, if all of its ranks have the same one."""
+            continue
+        digests[node] = shared = _digest(results)
         start, index = find_start(node)
-        collective = self._operations.collectives[start]
-        if collective.op not in ("all_gather", "all_reduce"):
-            return None, None
-        identity = self._operations.identities[start]
-        if start not in self._rows:
-            return identity, self.results[node]
-        # The buffer lacks the rank's own row, and so ranks have the same rows in other orders.
-        rows = [self._rows[start][index]]
-        rows += map(hash_of, results[0])
-        return identity, sorted(rows)
+        if start in rows:
+            # The buffer lacks the rank's own row, and so ranks have the same rows in other orders.
+            shared = str(sorted([rows[start][index], *map(hash_of, results[0])]))
+        cause = _find_cause(operations, node, operands)
+        if cause is not None:
+            name = operations.describe(node)
+            claims[node] = _hash(f"{name} {cause}"), _hash(shared)
+    return digests, claims
+
+
+def _find_cause(operations: Operations, node: Node, operands: Mapping[Node, Any]) -> object:
+    """Find what decides a result: ranks that have the same cause must have the same result. None if nothing does."""
+    leaf = operations.leaves.get(node)
+    if isinstance(leaf, Sharded):
+        # The coordinates on the axes whose ranks may hold other values.
+        axes = [axis for axis in operations.axes if not _replicates(leaf.spec, axis)]
+        return list(map(comm.rank, axes))
+    start, _ = find_start(node)
+    if start is not None:
+        if operations.collectives[start].op in ("all_gather", "all_reduce"):
+            return operations.identities[start]
+        return None
+    if node.op != "call_function" or draws(node):
+        return None
+    digests = {}
+    for source, value in operands.items():
+        digests[source] = _digest(tensors_in(value))
+    arguments: Any = map_arg([*node.args, node.kwargs], digests.__getitem__)
+    if node.target in _ADDITIONS:
+        # Each rank adds its own row to the others, so that the two operands may be in either order.
+        return sorted(map(str, arguments))
+    return arguments
 
 
 def _replicates(spec: Spec, axis: Axis) -> bool:
