@@ -26,10 +26,8 @@ from fshard.extend import (
     walk_graph,
 )
 
-# Operators that take a gathered buffer apart.
-_COPIES = ("aten.split_with_sizes_copy", "aten.cat")
-# Operators of a sum over ranks that a graph adds up itself.
-_SUMS = ("aten.add", "aten.add_", "aten.cat", "aten.div_")
+# Operators that take a gathered buffer apart, and those of a sum over ranks that a graph adds up itself.
+_MOVES = ("aten.split_with_sizes_copy", "aten.cat", "aten.add", "aten.add_", "aten.div_")
 _LATE = ("backward", "update")
 
 
@@ -211,8 +209,7 @@ class Operations:
         """Find out where an operation is, for a report with these details."""
         origin = origin_of(node)
         leaf = self._find_leaf(node) if origin.phase in _LATE else ""
-        is_moved = _only_moves(node) and not origin.is_users
-        collective = next(self._list_collectives(node), None) if is_moved else None
+        collective = next(self._list_collectives(node), None) if _only_moves(node) else None
         phase = "" if node in self.leaves else origin.phase
         is_repeated = self.microbatches > 1 and phase not in ("", "update")
         return OperationReport(
@@ -290,8 +287,10 @@ def find_start(node: Node) -> tuple[Node | None, int]:
 
 def _only_moves(node: Node) -> bool:
     """Whether a node takes values from a buffer as they are, or goes on with a sum over ranks."""
-    passed = _SUMS if origin_of(node).phase in _LATE else _COPIES
-    return graph_nodes.is_wait(node) or graph_nodes.is_view(node) or name_operator(node) in passed
+    origin = origin_of(node)
+    is_of_engine = not origin.is_users and origin.phase != "update"
+    moves = name_operator(node) in _MOVES and is_of_engine
+    return moves or graph_nodes.is_wait(node) or graph_nodes.is_view(node)
 
 
 def _list_carried(node: Node) -> list[Node]:
