@@ -216,6 +216,17 @@ def test_the_unit_of_a_leaf_that_is_gathered_from_one_rank_is_that_of_its_gradie
     assert spmd(program, 2) == ["['w']"] * 2
 
 
+def test_what_the_program_joins_is_no_buffer_of_a_collective():
+    def program():
+        params = fs.shard({"w": torch.ones(4), "v": torch.ones(4)}, ZERO3(one_axis()))
+        operations = Operations("test", [], lambda params: torch.cat(list(fs.gather(params).values())), [params])
+        joined = [node for node in operations.nodes if name_operator(node) == "aten.cat" and origin_of(node).is_users]
+        reports = [operations.locate(node, verdict="", ranks=()) for node in joined]
+        return [(report.collective, report.unit) for report in reports]
+
+    assert spmd(program, 2) == [[("", "['v'], ['w']")]] * 2
+
+
 class Dropped(nn.Module):
     """Layers of uneven shapes with dropout, a buffer that is updated and a leaf that nobody uses."""
 
