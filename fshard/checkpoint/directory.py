@@ -6,8 +6,8 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
@@ -71,11 +71,9 @@ def find_checkpoint(directory: Path, step: int | None) -> SavedCheckpoint:
     raise CheckpointError(f"{directory}: holds no checkpoint of step {step}, but {shorten(names)}")
 
 
-def lock(directory: Path) -> Callable[[], None]:
-    """Be the only one that saves to a directory, which is made where there is none.
-
-    Returns:
-        A function that lets others save there. Further calls of it do nothing.
+@contextmanager
+def lock(directory: Path) -> Iterator[None]:
+    """Be the only one that saves to a directory, which is made where there is none, inside a context.
 
     Raises:
         CheckpointError: if another process, or another save of this one, is writing there.
@@ -83,17 +81,18 @@ def lock(directory: Path) -> Callable[[], None]:
     directory.mkdir(parents=True, exist_ok=True)
     # Writing follows no link.
     lock_file = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    with ExitStack() as stack:
-        stack.callback(os.close, lock_file)
+    with os.fdopen(lock_file):
         try:
             # The kernel gives the lock back when a process is killed.
             fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             remedy = "wait for it, or save to another directory"
             raise CheckpointError(f"{directory}: another save there is not complete; {remedy}") from None
-        # Also where a process forked meanwhile has the file open still.
-        stack.callback(fcntl.flock, lock_file, fcntl.LOCK_UN)
-        return stack.pop_all().close
+        try:
+            yield
+        finally:
+            # Also where a process forked meanwhile has the file open still.
+            fcntl.flock(lock_file, fcntl.LOCK_UN)
 
 
 def list_leftovers(directory: Path) -> list[Path]:

@@ -111,7 +111,7 @@ def _start(
                 pairs = zip(boxes.items(), copies, strict=True)
                 boxes = {path: box._replace(tensor=copy) for (path, box), copy in pairs}
             if not exchange.rank:
-                stack.callback(directories.lock(root))
+                stack.enter_context(directories.lock(root))
                 for leftover in complete_leftovers(root):
                     directories.remove(leftover)
                 # Only now, because a rank of a killed run may complete its checkpoint until the leftovers are removed.
