@@ -93,8 +93,9 @@ def start_rank(connection: socket.socket) -> list[str]:
 
 def _report_end(pid: int, connection: socket.socket) -> None:
     """Wait for the end of a rank, which is killed if its client ends, and end this process."""
-    select.select([os.pidfd_open(pid), connection.fileno()], [], [])
-    if select.select([connection], [], [], 0)[0]:
+    client = connection.fileno()
+    ended, _, _ = select.select([os.pidfd_open(pid), client], [], [])
+    if client in ended:
         # It may not have a process group of its own yet.
         for kill in (os.kill, os.killpg):
             with suppress(ProcessLookupError):
