@@ -19,18 +19,18 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from fshard.ext.memory.job_directory import make_private
 from fshard.ext.memory.search import Generation, search_generations
-from fshard.ext.memory.slots import SlotWriter, slot_path
+from fshard.ext.memory.slots import SlotWriter
 from fshard.extend import Exchange, find_machine, links, rank_state, ranks_on_host
 
-# Of a slot that is sent: its rank, which of the two of this rank it is, and its bytes.
-HEADER = struct.Struct("!IBQ")
-PART_BYTES = 2**20
+# Of a slot that is sent: its name, and its bytes.
+HEADER = struct.Struct("!12sQ")
+PART_BYTES = 2**18
 # Seconds to wait for a connection.
 CONNECT_TIME = 60.0
 # Seconds until a thread has noticed that a connection has ended.
@@ -59,7 +59,8 @@ class Neighbours:
         self._threads = [start_thread(receive_slots, self._listener, source, directory, links.LONGEST_WAIT)]
         # Not to itself, where the launcher's hosts share one memory.
         if target_place != place:
-            self._threads.append(start_thread(send_slots, address, rank, self._read_newest()))
+            newest = map(_read_slot, iter(self._waiting.get, None))
+            self._threads.append(start_thread(send_slots, address, rank, newest))
 
     def offer(self, newest: tuple[SlotWriter, int] | None) -> None:
         """Have a generation sent, by its slot and its number, in place of one that still waits; None ends this."""
@@ -74,12 +75,11 @@ class Neighbours:
         for thread in self._threads:
             thread.join(END_TIME)
 
-    def _read_newest(self) -> Iterator[tuple[Path, memoryview]]:
-        """Read one slot after another, but for those that other generations take the place of meanwhile."""
-        for slot, number in iter(self._waiting.get, None):
-            data = slot.read(number)
-            if data is not None:
-                yield slot.path, data
+
+def _read_slot(newest: tuple[SlotWriter, int]) -> tuple[str, memoryview | None]:
+    """Read a slot, unless another generation takes its place meanwhile, and return its name with its content."""
+    slot, number = newest
+    return slot.path.name, slot.read(number)
 
 
 def start_thread(call: Callable[..., object], *arguments: object) -> threading.Thread:
@@ -89,13 +89,14 @@ def start_thread(call: Callable[..., object], *arguments: object) -> threading.T
     return thread
 
 
-def send_slots(address: str, rank: int, slots: Iterable[tuple[Path, memoryview]]) -> None:
-    """Send slots, each with its content, to another rank as long as it is there."""
+def send_slots(address: str, rank: int, slots: Iterable[tuple[str, bytes | memoryview | None]]) -> None:
+    """Send the content of slots by their names, where there is any, to another rank as long as it is there."""
     with suppress(OSError, RuntimeError), links.connect_to(address, rank, CONNECT_TIME) as link:
         links.prepare_link(link, links.LONGEST_WAIT)
-        for path, data in slots:
-            link.sendall(HEADER.pack(int(path.stem[5:]), int(path.suffix[1:]), len(data)))
-            link.sendall(data)
+        for name, data in slots:
+            if data is not None:
+                link.sendall(HEADER.pack(name.encode(), len(data)))
+                link.sendall(data)
 
 
 def receive_slots(listener: links.Listener, sender: int, directory: Path, timeout: float) -> None:
@@ -109,11 +110,11 @@ def receive_slots(listener: links.Listener, sender: int, directory: Path, timeou
     """
     deadline = time.monotonic() + timeout
     link = None
-    with suppress(OSError):
-        while link is None:
-            if time.monotonic() > deadline:
-                return
+    with suppress(OSError, struct.error):
+        while link is None and time.monotonic() < deadline:
             link = listener.accept(sender).get(sender)
+        if link is None:
+            return
         with link:
             links.prepare_link(link, timeout)
             while True:
@@ -130,16 +131,13 @@ def receive_slot(link: socket.socket, directory: Path) -> None:
     Raises:
         OSError: if the connection ends, or there is no room.
     """
-    rank, index, size = HEADER.unpack(links.receive(link, HEADER.size))
-    path = directory / f"copy-{rank:05d}"
+    name, size = HEADER.unpack(links.receive(link, HEADER.size))
+    path = directory / f"copy-{name.decode()}"
     try:
         with path.open("wb") as file:
             while size:
-                data = link.recv(min(size, PART_BYTES))
-                if not data:
-                    raise ConnectionResetError("the connection has ended")
-                size -= file.write(data)
-        path.replace(slot_path(directory, rank, index))
+                size -= file.write(links.receive(link, min(size, PART_BYTES)))
+        path.replace(directory / name.decode())
     finally:
         path.unlink(missing_ok=True)
 
@@ -166,16 +164,16 @@ def fetch_part(exchange: Exchange, directory: Path) -> None:
 
 def _trade_slots(exchange: Exchange, directory: Path, generation: Generation) -> None:
     """Send the slots that others lack, of which the first rank that can does, and receive this rank's if need be."""
-    senders = {int(rank): holders[0] for rank, holders in generation.holders.items()}
     has_part = f"{exchange.rank}" in generation.parts
     listener = None if has_part else links.Listener(rank_state().store)
     for rank, address in enumerate(exchange.all_gather_object(listener and listener.address)):
-        if address and senders[rank] == exchange.rank:
+        if address and generation.holders[f"{rank}"][0] == exchange.rank:
             path = generation.parts[f"{rank}"].path
-            start_thread(send_slots, address, exchange.rank, [(path, memoryview(path.read_bytes()))])
+            start_thread(send_slots, address, exchange.rank, [(path.name, path.read_bytes())])
     if listener is None:
         return
     make_private(directory)
     # A part that does not come is missing when ranks look which generations are whole.
-    receive_slots(listener, senders[exchange.rank], directory, CONNECT_TIME)
+    sender = generation.holders[f"{exchange.rank}"][0]
+    receive_slots(listener, sender, directory, CONNECT_TIME)
     listener.close()

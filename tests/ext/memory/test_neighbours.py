@@ -61,7 +61,7 @@ def test_half_a_copy_is_removed(tmp_path, monkeypatch):
     save_steps(tmp_path / "sender", lambda step: {"w": torch.arange(1000.0) + step}, 1)
     (slot,) = slots_in(tmp_path / "sender").values()
     data = slot.read_bytes()
-    message = neighbours.HEADER.pack(7, 1, len(data)) + data
+    message = neighbours.HEADER.pack(b"rank-00007.1", len(data)) + data
     copies = tmp_path / "copies"
     copies.mkdir()
     for size in (len(message) - 1, len(message)):
