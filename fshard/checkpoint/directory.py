@@ -114,10 +114,8 @@ def choose_name(directory: Path, step: int, ranks: int) -> Path:
         ranks: How many ranks write.
     """
     numbers = [checkpoint.number for checkpoint in list_checkpoints(directory)]
-    for leftover in list_leftovers(directory):
-        # A later start may complete a leftover that is still there.
-        if match := _LEFTOVER.fullmatch(leftover.name):
-            numbers.append(int(match[2]))
+    # A later start may complete a leftover that is still there.
+    numbers += [int(leftover.name.split(".")[2]) for leftover in list_leftovers(directory)]
     number = max(numbers, default=-1) + 1
     return directory / f"{_SAVING}step-{step:08d}.{number}.{ranks}.{secrets.token_hex(8)}"
 

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise, product
 from pathlib import Path
@@ -20,7 +21,7 @@ from fshard.checkpoint.boxes import Box
 from fshard.checkpoint.errors import CheckpointError, expect_file
 from fshard.comm.ops import view_as_bytes
 
-__all__ = ["Chunk", "Manifest", "byte_view", "decode_outline", "digest", "encode", "lay_out", "merge"]
+__all__ = ["Chunk", "Manifest", "byte_view", "decode_outline", "digest", "encode", "lay_out", "list_kinds", "merge"]
 
 # A manifest begins with these bytes and its digest; a later version would begin otherwise.
 HEAD = b'{"format": "fshard.checkpoint",\n "version": 1,\n "digest": "'
@@ -193,6 +194,15 @@ def merge(manifests: Sequence[Manifest]) -> Manifest:
                 chunks[chunk.box] = chunk
         tensors[path] = leaf._replace(chunks=tuple(chunks.values()))
     return first._replace(tensors=tensors)
+
+
+def list_kinds(manifest: Manifest) -> Mapping[int, Mapping[str, Any]]:
+    """List the dtype and the shape of each chunk, by its file and then by the path of its leaf."""
+    kinds: Any = defaultdict(dict)
+    for path, leaf in manifest.tensors.items():
+        for chunk in leaf.chunks:
+            kinds[chunk.file][path] = getattr(torch, leaf.dtype), chunk.shape
+    return kinds
 
 
 def _cover_once(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:

@@ -2,10 +2,8 @@
 
 import os
 import zlib
-from collections import defaultdict
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -39,11 +37,7 @@ class CheckpointReader:
         self.manifest = files.decode(data, path)
         self.digest = files.digest(data)
         self.starts = cache(self._read_starts)
-        # The dtype and the shape of each chunk by leaf, by file.
-        self._kinds = defaultdict[int, dict[str, Any]](dict)
-        for name, leaf in self.manifest.tensors.items():
-            for chunk in leaf.chunks:
-                self._kinds[chunk.file][name] = getattr(torch, leaf.dtype), chunk.shape
+        self._kinds = files.list_kinds(self.manifest)
 
     def check_files(self) -> None:
         """Refuse files that are not there, or of another size or header than follow from the manifest."""

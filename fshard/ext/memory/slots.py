@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fshard.checkpoint import CheckpointError
-from fshard.extend import copy_into, expect_file, files, local_box, open_regular, tensor_of
+from fshard.extend import copy_into, files, local_box, open_regular, tensor_of
 
 # Of the outline, which has it in the place of a step.
 VERSION = 2
@@ -52,10 +52,7 @@ class Slot:
         outline_end = len(files.encode(outline)) + 1
         mark_end = outline_end + outline.values["room"]
         self.mark = slice(outline_end, mark_end)
-        self.kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        for name, leaf in outline.tensors.items():
-            for chunk in leaf.chunks:
-                self.kinds[name] = getattr(torch, leaf.dtype), chunk.shape
+        self.kinds = files.list_kinds(outline)[outline.values["rank"]]
         layout = files.lay_out(self.kinds, pairs=True)
         # Without the header, which the outline takes the place of.
         shift = mark_end + -mark_end % _PAGE - len(layout.header)
@@ -152,9 +149,9 @@ class SlotPart(Slot):
         """
         with open_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             outline = files.decode_outline(data[: data.find(b"\0")], path)
-            expect_file(outline.step == VERSION, f"{path}", f"version {VERSION}", f"{outline.step}")
             super().__init__(path, outline)
-            expect_file(len(data) == self.size, f"{path}", f"{self.size} bytes", f"{len(data)}")
+            if outline.step != VERSION or len(data) != self.size:
+                raise CheckpointError(f"{path}: is no slot of version {VERSION}, or not all of one")
             self._text = data[self.mark]
         number, _, content = self._text.rstrip(b"\0").partition(b" ")
         self.number = int(number)
