@@ -13,6 +13,7 @@ Steps in which ranks exchange nothing would let one rank go ahead of another by 
 be whole, and a restart reads the disk; it never reads parts of different generations.
 """
 
+import os
 import secrets
 import shutil
 import warnings
@@ -22,17 +23,23 @@ from typing import Any
 
 import torch
 
-from fshard.checkpoint import CheckpointError
-from fshard.ext.memory.job_directory import JOB_VARIABLES, find_directory, find_job, is_restart, make_private
+from fshard.ext.memory.job_directory import (
+    JOB_VARIABLES,
+    find_directory,
+    find_job,
+    is_restart,
+    make_private,
+)
 from fshard.ext.memory.neighbours import Neighbours, fetch_part
 from fshard.ext.memory.search import Generation, search_generations
-from fshard.ext.memory.slots import SLOTS, VERSION, SlotWriter, slot_path
+from fshard.ext.memory.slots import SLOTS, VERSION, SlotWriter
 from fshard.extend import (
     Exchange,
     choose_boxes,
     describe_state,
     files,
     flatten,
+    is_tracing,
     ranks_on_host,
     tensor_of,
     transforms_active,
@@ -42,8 +49,8 @@ from fshard.extend import (
 LABEL = "checkpoint.save"
 # The bytes of a mark before the text of a state: a number and a space.
 NUMBER_BYTES = 32
-# What of a tensor decides whether it can be saved, and how.
-describe_tensor = attrgetter("__class__", "dtype", "shape", "device", "layout")
+# What of a tensor decides whether it can be saved, and how; the same on every rank, also where one has a parameter.
+describe_tensor = attrgetter("dtype", "shape", "is_meta", "layout")
 
 
 def open_memory(exchange: Exchange, directory: Path, memory: Any) -> "Generations | None":
@@ -54,8 +61,8 @@ def open_memory(exchange: Exchange, directory: Path, memory: Any) -> "Generation
         directory: The directory of checkpoints.
         memory: Where to keep them: True for /dev/shm, or the path of a directory of this user.
     """
-    root = None if memory is True else exchange.path("memory", memory)
-    path = find_directory(root, directory)
+    root = f"/dev/shm/fshard-{os.geteuid()}" if memory is True else memory
+    path = find_directory(exchange.path("memory", root), directory)
     if path is not None:
         return Generations(path, exchange)
     if not exchange.rank:
@@ -74,9 +81,9 @@ class Generations:
         """Keep the job's directory on this host, which is made by the first save."""
         self._directory = directory
         self._exchange = Exchange(LABEL, mesh=exchange.ranks)
-        # What the slots are laid out for, and what this rank alone compares from one step to the next.
-        self._layout: Any = None
-        self._kinds: list[Any] | None = None
+        # What the slots are laid out for: the number of leaves, and their kinds by path.
+        self._kinds: tuple[int, dict[str, Any]] | None = None
+        # The paths of leaves that are no tensors.
         self._value_paths: list[str] = []
         self._outline: Any = None
         self._slots: list[SlotWriter | None] = [None, None]
@@ -86,27 +93,24 @@ class Generations:
     def save(self, state: Any, step: int) -> None:
         """Write a generation, which counts when all ranks have returned.
 
-        Ranks exchange messages only if the layout of the state is another one than in the save before. What follows
-        from the structure of the state and from the kinds of its leaves is found out once.
+        Ranks exchange messages only if leaves are of other kinds than in the save before.
 
         Args:
             state: As for `checkpoint.save`.
             step: The step.
         """
         flat = flatten(state)
-        kinds = [flat.treedef, *map(_describe_kind, flat.leaves)]
-        if kinds != self._kinds or transforms_active():
-            self._kinds = None
+        leaves = dict(flat.named_leaves)
+        # Two leaves of one path are refused.
+        kinds = len(flat.leaves), {path: _describe_kind(leaf) for path, leaf in leaves.items()}
+        if kinds != self._kinds or is_tracing() or transforms_active():
             self._begin(state, step)
             self._kinds = kinds
-        leaves = dict(zip(flat.paths, flat.leaves, strict=True))
         values = {path: leaves[path] for path in self._value_paths}
         content = files.encode(files.Manifest(step, {}, values))
         if len(content) + NUMBER_BYTES > self._outline.values["room"]:
             # A text of the state has grown.
-            self._kinds = self._layout = None
-            self.save(state, step)
-            return
+            self._begin(state, step)
         slot = self._slots[self._number % 2] or self._open()
         slot.write(self._number, content, leaves)
         if self._neighbours:
@@ -120,15 +124,13 @@ class Generations:
             exchange: The ranks that read.
         """
         ranks = exchange.ranks.size
-        is_alone = ranks_on_host(ranks) >= ranks
-        if not is_alone:
-            try:
-                fetch_part(exchange, self._directory)
-            except CheckpointError as error:
-                warnings.warn(f"a state in the memory of another host cannot be read: {error}", stacklevel=4)
+        has_neighbours = ranks_on_host(ranks) < ranks
+        if has_neighbours:
+            fetch_part(exchange, self._directory)
         generations = search_generations(exchange, self._directory)
         readable = [each for each in generations if each.is_readable(ranks)]
-        if not (readable or is_alone or exchange.rank) and (generations or is_restart()):
+        is_lost = not readable and (generations or is_restart())
+        if is_lost and has_neighbours and exchange.rank == 0:
             problem = (
                 "no state in memory is whole, because hosts are lost together with those that had copies of theirs"
             )
@@ -141,23 +143,18 @@ class Generations:
             self._neighbours.close()
             self._neighbours = None
         self._exchange.take_first(None)
-        self._kinds = self._layout = None
+        self._kinds = None
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _begin(self, state: Any, step: int) -> None:
-        """Agree with all ranks on the number of the next generation, unless the layout is that of the save before."""
+        """Agree with all ranks on the layout of the slots, and on the number of the next generation."""
         exchange = self._exchange
         rank, ranks = exchange.rank, exchange.ranks.size
         tensors, manifest = describe_state(exchange, state, step)
-        self._value_paths = list(manifest.values)
-        layout = manifest.tensors, [getattr(leaf, "spec", None) for leaf in tensors.values()]
-        if layout == self._layout:
-            return
-        self._layout = None
-        with exchange.raise_on_all_ranks(self._directory):
-            make_private(self._directory)
         same = {"(step)": manifest.step, "(job)": find_job(), **manifest.values}
         holders = exchange.find_holders(tensors, {path: repr(value) for path, value in same.items()})
+        with exchange.raise_on_all_ranks(self._directory):
+            make_private(self._directory)
         generations = search_generations(exchange, self._directory)
         self._number = 1 + max((each.number for each in generations), default=0)
         for each in generations:
@@ -178,8 +175,8 @@ class Generations:
         room = 2 * len(files.encode(manifest._replace(tensors={}))) + NUMBER_BYTES
         values = {"token": exchange.take_first(secrets.token_hex(8)), "rank": rank, "ranks": ranks, "room": room}
         self._outline = files.Manifest(VERSION, stored, values)
+        self._value_paths = list(manifest.values)
         self._slots = [None, None]
-        self._layout = layout
 
     def _open(self) -> SlotWriter:
         """Make the slot of the next generation."""
@@ -190,7 +187,8 @@ class Generations:
                 for path in self._directory.glob(SLOTS):
                     if int(path.stem[5:]) >= exchange.ranks.size:
                         path.unlink(missing_ok=True)
-            slot = SlotWriter(slot_path(self._directory, exchange.rank, self._number), self._outline)
+            name = f"rank-{exchange.rank:05d}.{self._number % 2}"
+            slot = SlotWriter(self._directory / name, self._outline)
         self._slots[self._number % 2] = slot
         return slot
 
@@ -198,6 +196,6 @@ class Generations:
 def _describe_kind(leaf: Any) -> Any:
     """Describe what decides whether a leaf can be saved, and where: all that saves compare, thousands of times."""
     tensor = tensor_of(leaf)
-    if not isinstance(tensor, torch.Tensor):
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return type(leaf)
     return tensor is leaf or leaf.spec, describe_tensor(tensor)

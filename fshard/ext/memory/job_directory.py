@@ -23,9 +23,12 @@ JOB_VARIABLES = (
 def find_job() -> str | None:
     """Return the name of the job that this process belongs to; None if no launcher says one."""
     environment = read_environment()
-    names = [environment.get(variable, "") for variable in JOB_VARIABLES]
-    # torchrun calls every run "none" that has a port and no id.
-    return next((name for name in names if name not in ("", "none")), None)
+    for variable in JOB_VARIABLES:
+        name = environment.get(variable)
+        # torchrun calls every run "none" that has a port and no id.
+        if name not in (None, "", "none"):
+            return name
+    return None
 
 
 def is_restart() -> bool:
@@ -33,11 +36,11 @@ def is_restart() -> bool:
     return read_environment().get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
-def find_directory(root: Path | None, checkpoints: Path) -> Path | None:
+def find_directory(root: Path, checkpoints: Path) -> Path | None:
     """Return where this job keeps generations of a directory of checkpoints; None if no launcher names the job.
 
     Args:
-        root: A directory of this user; None for one in /dev/shm.
+        root: A directory of this user.
         checkpoints: The directory of checkpoints.
     """
     job = find_job()
@@ -46,8 +49,7 @@ def find_directory(root: Path | None, checkpoints: Path) -> Path | None:
     # A host that starts again after a loss of power reads nothing that it may have written half.
     boot, _, _ = find_machine().partition(" ")
     names = os.path.abspath(checkpoints), f"{job} {boot}"
-    root = root or Path(f"/dev/shm/fshard-{os.geteuid()}")
-    return root.absolute() / "-".join(files.digest(os.fsencode(name))[:16] for name in names)
+    return root / "-".join(files.digest(os.fsencode(name))[:16] for name in names)
 
 
 def make_private(path: Path) -> None:

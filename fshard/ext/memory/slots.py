@@ -27,7 +27,7 @@ from fshard.extend import copy_into, files, local_box, open_regular, tensor_of
 VERSION = 2
 # The elements begin on a page of their own.
 _PAGE = 4096
-# Names of slots, for glob.
+# Names of slots, for glob: a rank, and 0 for generations of even numbers, or 1 for those of odd ones.
 SLOTS = f"rank-{5 * '[0-9]'}.[01]"
 
 
@@ -173,11 +173,6 @@ class SlotPart(Slot):
             text = file.read(len(self._text))
         if count != len(data) or text != self._text:
             raise CheckpointError(f"{self.path}: was written over while {name} was read")
-
-
-def slot_path(directory: Path, rank: int, number: int) -> Path:
-    """The slot of a rank for generations of even numbers, or that for those of odd ones."""
-    return directory / f"rank-{rank:05d}.{number % 2}"
 
 
 def list_parts(directory: Path) -> list[SlotPart]:
