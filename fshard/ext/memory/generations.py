@@ -15,7 +15,6 @@ be whole, and a restart reads the disk; it never reads parts of different genera
 
 import os
 import secrets
-import shutil
 import warnings
 from operator import attrgetter
 from pathlib import Path
@@ -29,6 +28,7 @@ from fshard.ext.memory.job_directory import (
     find_job,
     is_restart,
     make_private,
+    remove_unless_used,
 )
 from fshard.ext.memory.neighbours import Neighbours, fetch_part
 from fshard.ext.memory.search import Generation, search_generations
@@ -138,13 +138,18 @@ class Generations:
         return readable
 
     def remove(self) -> None:
-        """Remove the job's directory when all ranks have come to the end of the run. Every rank must call this."""
+        """Remove the job's directory when all ranks have come here, unless another manager still saves there.
+
+        Every rank must call this.
+        """
         if self._neighbours:
             self._neighbours.close()
             self._neighbours = None
-        self._exchange.take_first(None)
         self._kinds = None
-        shutil.rmtree(self._directory, ignore_errors=True)
+        # This gives up their locks.
+        self._slots = [None, None]
+        self._exchange.take_first(None)
+        remove_unless_used(self._directory)
 
     def _begin(self, state: Any, step: int) -> None:
         """Agree with all ranks on the layout of the slots, and on the number of the next generation."""

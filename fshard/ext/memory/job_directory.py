@@ -62,14 +62,18 @@ def make_private(path: Path) -> None:
         directory.mkdir(0o700, parents=True, exist_ok=True)
     check_private(path)
     for stale in path.parent.glob(f"{path.name.partition('-')[0]}-*"):
-        if stale == path:
-            continue
-        with suppress(OSError):
-            for slot in stale.glob("rank-*"):
-                with open(slot) as file:
-                    # A job that still runs has a lock on it.
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            shutil.rmtree(stale, ignore_errors=True)
+        if stale != path:
+            remove_unless_used(stale)
+
+
+def remove_unless_used(path: Path) -> None:
+    """Remove the directory of a job, unless somebody still saves there."""
+    with suppress(OSError):
+        for slot in path.glob("rank-*"):
+            with open(slot) as file:
+                # Whoever writes to it has a lock on it.
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def check_private(path: Path) -> None:

@@ -9,7 +9,7 @@ from fshard import checkpoint
 from fshard.ext.memory import slots
 from fshard.ext.memory.job_directory import JOB_VARIABLES
 from fshard.testing import spmd
-from tests.checkpoint.states import assert_same, full, refused, refused_everywhere, split
+from tests.checkpoint.states import assert_same, full, refused, refused_everywhere, split, zeros_like
 from tests.ext.memory.jobs import be_job, manager, save_steps, slots_in
 from tests.ranks import my_rank
 
@@ -47,6 +47,22 @@ def test_a_job_that_runs_keeps_its_generations_when_another_saves_to_its_checkpo
     be_job(monkeypatch, "3")
     save_steps(tmp_path, full, 2)
     assert len(slots_in(tmp_path)) == 1
+
+
+def test_a_manager_that_closes_keeps_what_another_one_still_saves(tmp_path):
+    """As one that evaluates beside the training, in the same process or in another one."""
+
+    def program():
+        kept = manager(tmp_path)
+        for step in (1, 2):
+            kept.save(split(step), step)
+            with manager(tmp_path) as other:
+                assert_same(other.restore(zeros_like(split(0))), split(step))
+            assert manager(tmp_path).latest_step() == step
+        kept.close()
+
+    spmd(program, 2)
+    assert list((tmp_path / "memory").iterdir()) == []
 
 
 def test_other_directories_of_one_job_are_apart(tmp_path):
