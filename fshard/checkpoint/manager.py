@@ -40,11 +40,17 @@ class StatesInMemory(Protocol):
     def save(self, state: Tree, step: int) -> None:
         """Keep a state, which counts when all ranks have returned."""
 
-    def find(self, exchange: Exchange) -> Sequence[StateInMemory]:
-        """Find the states that are whole, the newest first, on every rank the same."""
+    def find(self, exchange: Exchange, step: int | None) -> Sequence[StateInMemory]:
+        """Find the whole states of a step, or with None those not older than the checkpoint saved last, newest first.
+
+        Every rank gets the same ones.
+        """
+
+    def goes_back(self, step: int) -> bool:
+        """Whether a restart would read a state of a later step than the one that is saved next."""
 
     def remove(self) -> None:
-        """Remove all states at the end of a run."""
+        """Remove all states."""
 
 
 class Manager:
@@ -128,13 +134,16 @@ class Manager:
         At any other step it raises the error of the save before, once all ranks have tried to write. A state in memory
         counts when all ranks have returned, and steps that follow may write over the state.
 
+        With `memory=`, the first save of a run that has gone back behind the newest state goes to the disk, whatever
+        its step is, and is waited for. Then the states in memory are removed, so that a restart reads this one.
+
         Args:
             state: As for `save`.
             step: As for `save`.
             force: Whether to save it whatever its step is, as at the end of a run.
 
         Returns:
-            Whether it was one to be saved on the disk.
+            Whether it was saved on the disk.
 
         Raises:
             ValueError: as for `save`.
@@ -142,13 +151,18 @@ class Manager:
         """
         check_flags("checkpoint.Manager", force=force)
         number = read_step(state, step)
-        if self._memory and (force or number % self._memory_every == 0):
+        goes_back = self._memory is not None and self._memory.goes_back(number)
+        is_due = force or goes_back or number % self._every == 0
+        if self._memory and not goes_back and (force or number % self._memory_every == 0):
             self._memory.save(state, number)
-        is_due = force or number % self._every == 0
         if self._saving and (is_due or self._saving.is_written()):
             self.wait()
         if is_due:
             self._saving = self._save(state, step)
+        if self._memory and goes_back:
+            # Nothing of the later states is lost before this one is on the disk.
+            self.wait()
+            self._memory.remove()
         return is_due
 
     def wait(self) -> None:
@@ -167,7 +181,7 @@ class Manager:
         With `memory=`, every rank must call this. While a save is under way ranks may differ in the checkpoint saved
         last: call `wait` before, or let one rank decide, as `restore_or` does.
         """
-        in_memory = self._list_newest(step=None)
+        in_memory = self._find_in_memory(step=None)
         return in_memory[0].step if in_memory else latest_step(self._directory)
 
     def restore(self, like: Tree, *, step: int | None = None, **arguments: Any) -> Tree:
@@ -188,7 +202,7 @@ class Manager:
         """
         self.wait()
         exchange = Exchange(LABEL, mesh=self._mesh)
-        for kept in self._list_newest(step):
+        for kept in self._find_in_memory(step):
             manifest = kept.manifest()
             try:
                 with exchange.raise_on_all_ranks():
@@ -236,20 +250,13 @@ class Manager:
     def __exit__(self, kind_of_error: object, *error: object) -> None:
         if kind_of_error is None:
             self.close()
-            return
-        saving, self._saving = self._saving, None
-        if saving:
+        elif self._saving is not None:
             # Ranks that failed send nothing to each other any more.
-            saving.finish_at_exit()
+            self._saving.finish_at_exit()
+            self._saving = None
 
-    def _list_newest(self, step: int | None) -> list[StateInMemory]:
-        """List the states in memory of a step, or all that are as new as those on the disk; the newest first."""
-        if not self._memory:
-            return []
-        exchange = Exchange(LABEL, mesh=self._mesh)
-        on_disk = exchange.take_first(None if exchange.rank else latest_step(self._directory)) or 0
-        newest = []
-        for kept in self._memory.find(exchange):
-            if kept.step == step or (step is None and kept.step >= on_disk):
-                newest.append(kept)
-        return newest
+    def _find_in_memory(self, step: int | None) -> Sequence[StateInMemory]:
+        """Find the states in memory of a step, or the newest of all."""
+        if self._memory is None:
+            return ()
+        return self._memory.find(Exchange(LABEL, mesh=self._mesh), step)

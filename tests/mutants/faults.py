@@ -126,6 +126,7 @@ MIRRORS = {
     "fshard/ext/memory/slots.py": ("tests/ext/memory/test_generations_torn.py", "tests/ext/memory/test_neighbours.py"),
     "fshard/ext/memory/job_directory.py": ("tests/ext/memory/test_generations_refused.py",),
     "fshard/ext/memory": ("tests/ext/memory/test_generations_torn.py", "tests/ext/memory/test_generations.py"),
+    "fshard/checkpoint/manager.py": ("tests/ext/memory/test_generations.py",),
     "fshard/checkpoint/unfinished.py": ("tests/checkpoint/test_next_start.py", "tests/checkpoint/test_exits.py"),
     "fshard/checkpoint": ("tests/checkpoint",),
     "fshard/testing": ("tests/testing", "tests/ext/testing"),

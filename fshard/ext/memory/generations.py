@@ -13,6 +13,7 @@ Steps in which ranks exchange nothing would let one rank go ahead of another by 
 be whole, and a restart reads the disk; it never reads parts of different generations.
 """
 
+import math
 import os
 import secrets
 import warnings
@@ -22,11 +23,11 @@ from typing import Any
 
 import torch
 
+from fshard.checkpoint import latest_step
 from fshard.ext.memory.job_directory import (
     JOB_VARIABLES,
     find_directory,
     find_job,
-    is_restart,
     make_private,
     remove_unless_used,
 )
@@ -41,6 +42,7 @@ from fshard.extend import (
     flatten,
     is_tracing,
     ranks_on_host,
+    read_environment,
     tensor_of,
     transforms_active,
 )
@@ -64,7 +66,7 @@ def open_memory(exchange: Exchange, directory: Path, memory: Any) -> "Generation
     root = f"/dev/shm/fshard-{os.geteuid()}" if memory is True else memory
     path = find_directory(exchange.path("memory", root), directory)
     if path is not None:
-        return Generations(path, exchange)
+        return Generations(path, exchange, directory)
     if not exchange.rank:
         warnings.warn(
             f"{exchange.label}: memory= has no effect, because a restart could not be told from a new run. Start the "
@@ -77,9 +79,16 @@ def open_memory(exchange: Exchange, directory: Path, memory: Any) -> "Generation
 class Generations:
     """The generations of a job: writes this rank's parts, and finds those that are whole."""
 
-    def __init__(self, directory: Path, exchange: Exchange) -> None:
-        """Keep the job's directory on this host, which is made by the first save."""
+    def __init__(self, directory: Path, exchange: Exchange, checkpoints: Path) -> None:
+        """Keep the job's directory on this host, which is made by the first save.
+
+        Args:
+            directory: The job's directory.
+            exchange: The ranks of the run.
+            checkpoints: The directory of checkpoints.
+        """
         self._directory = directory
+        self._checkpoints = checkpoints
         self._exchange = Exchange(LABEL, mesh=exchange.ranks)
         # What the slots are laid out for: the number of leaves, and their kinds by path.
         self._kinds: tuple[int, dict[str, Any]] | None = None
@@ -88,6 +97,8 @@ class Generations:
         self._outline: Any = None
         self._slots: list[SlotWriter | None] = [None, None]
         self._number = 0
+        # No step is larger, so that the first save finds out whether the run has gone back.
+        self._last_step: float = math.inf
         self._neighbours: Neighbours | None = None
 
     def save(self, state: Any, step: int) -> None:
@@ -116,26 +127,57 @@ class Generations:
         if self._neighbours:
             self._neighbours.offer((slot, self._number))
         self._number += 1
+        self._last_step = step
 
-    def find(self, exchange: Exchange) -> list[Generation]:
-        """Find the generations that are whole, the newest first, and fetch what other hosts have of them.
+    def goes_back(self, step: int) -> bool:
+        """Tell every rank whether a restart would read a state of a later step than the one that is saved next.
+
+        Ranks exchange messages in the first save, and where steps do not grow.
+        """
+        if step > self._last_step:
+            return False
+        exchange = self._exchange
+        newest = self._find_step_on_disk(exchange)
+        for each in self._search(exchange):
+            if each.is_readable(exchange.ranks.size):
+                newest = max(newest, each.step)
+        return step < newest
+
+    def find(self, exchange: Exchange, step: int | None) -> list[Generation]:
+        """Find the whole generations of a step, or with None those not older than the checkpoint saved last.
 
         Args:
             exchange: The ranks that read.
+            step: The step.
+
+        Returns:
+            The generations, the newest first, on every rank the same.
         """
+        # All ranks have come here, and write to no slot any more, before any of them looks into the slots.
+        on_disk = self._find_step_on_disk(exchange)
         ranks = exchange.ranks.size
-        has_neighbours = ranks_on_host(ranks) < ranks
-        if has_neighbours:
-            fetch_part(exchange, self._directory)
-        generations = search_generations(exchange, self._directory)
+        generations = self._search(exchange)
         readable = [each for each in generations if each.is_readable(ranks)]
-        is_lost = not readable and (generations or is_restart())
-        if is_lost and has_neighbours and exchange.rank == 0:
+        # As torchrun says.
+        is_restart = read_environment().get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        is_lost = not readable and (generations or is_restart)
+        if is_lost and ranks_on_host(ranks) < ranks and exchange.rank == 0:
             problem = (
                 "no state in memory is whole, because hosts are lost together with those that had copies of theirs"
             )
             warnings.warn(f"{exchange.label}: {problem}. The disk is read", stacklevel=4)
-        return readable
+        return [each for each in readable if each.step == step or (step is None and each.step >= on_disk)]
+
+    def _search(self, exchange: Exchange) -> list[Generation]:
+        """Find the generations that there are, the newest first, and fetch what other hosts have of them."""
+        ranks = exchange.ranks.size
+        if ranks_on_host(ranks) < ranks:
+            fetch_part(exchange, self._directory)
+        return search_generations(exchange, self._directory)
+
+    def _find_step_on_disk(self, exchange: Exchange) -> int:
+        """Find the step of the checkpoint that was saved last; the first rank looks for all."""
+        return exchange.take_first(None if exchange.rank else latest_step(self._checkpoints)) or 0
 
     def remove(self) -> None:
         """Remove the job's directory when all ranks have come here, unless another manager still saves there.

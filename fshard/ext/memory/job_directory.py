@@ -31,11 +31,6 @@ def find_job() -> str | None:
     return None
 
 
-def is_restart() -> bool:
-    """Tell whether torchrun has started these ranks again after a failure."""
-    return read_environment().get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-
-
 def find_directory(root: Path, checkpoints: Path) -> Path | None:
     """Return where this job keeps generations of a directory of checkpoints; None if no launcher names the job.
 

@@ -15,6 +15,7 @@ from tests.checkpoint.states import (
     LAYOUTS,
     assert_same,
     divisible,
+    fail_writes,
     full,
     named_oddly,
     python_values,
@@ -86,6 +87,52 @@ def test_the_newest_of_memory_and_disk(tmp_path):
         return steps
 
     assert spmd(program, 2) == [[6, 9]] * 2
+
+
+# Steps from one save to the disk and to memory to the next.
+INTERVALS = [(10**9, 1), (4, 1), (4, 3), (1, 3)]
+
+
+@pytest.mark.parametrize("every, memory_every", INTERVALS)
+def test_a_restart_reads_what_was_saved_last_where_a_run_goes_back(every, memory_every, tmp_path):
+    """Once in the same process, and then in others; each state differs from that which the step had before."""
+
+    def program():
+        kept = manager(tmp_path, every=every, memory_every=memory_every)
+        for turn, steps in enumerate((range(1, 10), range(3, 8), range(7, 14), range(2, 4))):
+            if turn > 1:
+                kept = manager(tmp_path, every=every, memory_every=memory_every)
+            for step in steps:
+                is_on_disk = kept.save(split(100 * turn + step), step, force=step == 1)
+                kept.wait()
+                if is_on_disk or step % memory_every == 0:
+                    newest = 100 * turn + step
+                restarted = manager(tmp_path)
+                assert restarted.latest_step() == newest % 100, (turn, step)
+                assert_same(restarted.restore(zeros_like(split(0))), split(newest))
+
+    spmd(program, 2)
+
+
+def test_a_run_that_goes_back_loses_nothing_before_its_first_save_is_complete(tmp_path, monkeypatch):
+    def program():
+        kept = manager(tmp_path, every=4)
+        for step in range(1, 7):
+            kept.save(split(step), step)
+        kept.wait()
+        with monkeypatch.context() as patched:
+            fail_writes(patched, "content")
+            for _ in range(2):
+                with pytest.raises(checkpoint.CheckpointError, match="No space left on device"):
+                    kept.save(split(12), 2)
+                restarted = manager(tmp_path)
+                assert_same(restarted.restore(zeros_like(split(0))), split(6))
+                assert_same(restarted.restore(zeros_like(split(0)), step=5), split(5))
+        assert kept.save(split(12), 2)
+        assert_same(manager(tmp_path).restore(zeros_like(split(0))), split(12))
+        assert_same(manager(tmp_path).restore(zeros_like(split(0)), step=4), split(4))
+
+    spmd(program, 1)
 
 
 def test_restore_or_makes_a_state_only_if_there_is_none(tmp_path):
