@@ -13,10 +13,10 @@ Steps in which ranks exchange nothing would let one rank go ahead of another by 
 be whole, and a restart reads the disk; it never reads parts of different generations.
 """
 
-import math
 import os
 import secrets
 import warnings
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from fshard.extend import (
     files,
     flatten,
     is_tracing,
+    rank_state,
     ranks_on_host,
     read_environment,
     tensor_of,
@@ -90,15 +91,17 @@ class Generations:
         self._directory = directory
         self._checkpoints = checkpoints
         self._exchange = Exchange(LABEL, mesh=exchange.ranks)
+        # How often the groups of ranks were made anew when ranks agreed on the layout of the slots.
+        self._groups = 0
         # What the slots are laid out for: the number of leaves, and their kinds by path.
-        self._kinds: tuple[int, dict[str, Any]] | None = None
+        self._kinds: Any = None
         # The paths of leaves that are no tensors.
         self._value_paths: list[str] = []
         self._outline: Any = None
         self._slots: list[SlotWriter | None] = [None, None]
+        # The number of the next generation, and the step of the last one.
         self._number = 0
-        # No step is larger, so that the first save finds out whether the run has gone back.
-        self._last_step: float = math.inf
+        self._last_step = 0
         self._neighbours: Neighbours | None = None
 
     def save(self, state: Any, step: int) -> None:
@@ -125,21 +128,27 @@ class Generations:
         slot = self._slots[self._number % 2] or self._open()
         slot.write(self._number, content, leaves)
         if self._neighbours:
-            self._neighbours.offer((slot, self._number))
+            self._neighbours.offer(partial(slot.read, self._number))
         self._number += 1
         self._last_step = step
 
     def goes_back(self, step: int) -> bool:
         """Tell every rank whether a restart would read a state of a later step than the one that is saved next.
 
-        Ranks exchange messages in the first save, and where steps do not grow.
+        Ranks exchange messages in the first save, where steps become smaller, and after a failure, when they may be a
+        step apart.
         """
-        if step > self._last_step:
-            return False
         exchange = self._exchange
+        ranks = exchange.ranks.size
+        groups = rank_state().generation if ranks > 1 else 0
+        if self._groups != groups:
+            self._groups = groups
+            self._kinds = None
+        if self._kinds is not None and step >= self._last_step:
+            return False
         newest = self._find_step_on_disk(exchange)
         for each in self._search(exchange):
-            if each.is_readable(exchange.ranks.size):
+            if each.is_readable(ranks):
                 newest = max(newest, each.step)
         return step < newest
 

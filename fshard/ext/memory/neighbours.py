@@ -14,6 +14,7 @@ But if a copy takes longer than the time from one generation to the next, the lo
 whole. Then, as when neighbours are lost together, a restart reads the disk.
 """
 
+import operator
 import queue
 import socket
 import struct
@@ -25,9 +26,10 @@ from pathlib import Path
 
 from fshard.ext.memory.job_directory import make_private
 from fshard.ext.memory.search import Generation, search_generations
-from fshard.ext.memory.slots import SlotWriter
 from fshard.extend import Exchange, find_machine, links, rank_state, ranks_on_host
 
+# Reads a slot: its name, and its content unless another generation takes its place meanwhile.
+ReadSlot = Callable[[], tuple[str, memoryview | None]]
 # Of a slot that is sent: its name, and its bytes.
 HEADER = struct.Struct("!12sQ")
 PART_BYTES = 2**18
@@ -50,8 +52,8 @@ class Neighbours:
         rank, ranks = exchange.rank, exchange.ranks.size
         on_host = ranks_on_host(ranks)
         self._listener = links.Listener(rank_state().store)
-        # The newest slot that has not been sent, with its generation; or None at the end.
-        self._waiting: queue.Queue[tuple[SlotWriter, int] | None] = queue.Queue(1)
+        # Reads the newest slot that has not been sent; None at the end.
+        self._waiting: queue.Queue[ReadSlot | None] = queue.Queue(1)
         status = directory.stat()
         place = [find_machine().partition(" ")[0], status.st_dev, status.st_ino]
         address, target_place = exchange.all_gather_object([self._listener.address, place])[(rank + on_host) % ranks]
@@ -59,11 +61,11 @@ class Neighbours:
         self._threads = [start_thread(receive_slots, self._listener, source, directory, links.LONGEST_WAIT)]
         # Not to itself, where the launcher's hosts share one memory.
         if target_place != place:
-            newest = map(_read_slot, iter(self._waiting.get, None))
+            newest = map(operator.call, iter(self._waiting.get, None))
             self._threads.append(start_thread(send_slots, address, rank, newest))
 
-    def offer(self, newest: tuple[SlotWriter, int] | None) -> None:
-        """Have a generation sent, by its slot and its number, in place of one that still waits; None ends this."""
+    def offer(self, newest: ReadSlot | None) -> None:
+        """Have a generation read and sent, in place of one that still waits; None ends this."""
         with suppress(queue.Empty):
             self._waiting.get_nowait()
         self._waiting.put(newest)
@@ -74,12 +76,6 @@ class Neighbours:
         self._listener.close()
         for thread in self._threads:
             thread.join(END_TIME)
-
-
-def _read_slot(newest: tuple[SlotWriter, int]) -> tuple[str, memoryview | None]:
-    """Read a slot, unless another generation takes its place meanwhile, and return its name with its content."""
-    slot, number = newest
-    return slot.path.name, slot.read(number)
 
 
 def start_thread(call: Callable[..., object], *arguments: object) -> threading.Thread:
@@ -164,16 +160,15 @@ def fetch_part(exchange: Exchange, directory: Path) -> None:
 
 def _trade_slots(exchange: Exchange, directory: Path, generation: Generation) -> None:
     """Send the slots that others lack, of which the first rank that can does, and receive this rank's if need be."""
-    has_part = f"{exchange.rank}" in generation.parts
-    listener = None if has_part else links.Listener(rank_state().store)
-    for rank, address in enumerate(exchange.all_gather_object(listener and listener.address)):
-        if address and generation.holders[f"{rank}"][0] == exchange.rank:
-            path = generation.parts[f"{rank}"].path
+    rank = f"{exchange.rank}"
+    listener = None if rank in generation.parts else links.Listener(rank_state().store)
+    for other, address in enumerate(exchange.all_gather_object(listener and listener.address)):
+        if address and generation.holders[f"{other}"][0] == exchange.rank:
+            path = generation.parts[f"{other}"].path
             start_thread(send_slots, address, exchange.rank, [(path.name, path.read_bytes())])
     if listener is None:
         return
     make_private(directory)
     # A part that does not come is missing when ranks look which generations are whole.
-    sender = generation.holders[f"{exchange.rank}"][0]
-    receive_slots(listener, sender, directory, CONNECT_TIME)
+    receive_slots(listener, generation.holders[rank][0], directory, CONNECT_TIME)
     listener.close()

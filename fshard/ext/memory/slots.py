@@ -105,11 +105,15 @@ class SlotWriter(Slot):
         copy_into(list(self._targets.values()), elements)
         self._put(self.mark, b"%d " % number + content)
 
-    def read(self, number: int) -> memoryview | None:
-        """Copy a generation in a thread that does not write; None if another one takes its place meanwhile."""
+    def read(self, number: int) -> tuple[str, memoryview | None]:
+        """Copy a generation in a thread that does not write.
+
+        Returns:
+            The name of the slot, and its content; None if another generation takes its place meanwhile.
+        """
         # numpy holds no lock of the interpreter meanwhile, and takes one processor.
         data = torch.frombuffer(self._memory, dtype=torch.uint8).numpy().copy().data
-        return data if self.number == number else None
+        return self.path.name, data if self.number == number else None
 
     def _put(self, place: slice, text: bytes) -> None:
         self._memory[place] = text.ljust(place.stop - place.start, b"\0")

@@ -135,6 +135,30 @@ def test_a_run_that_goes_back_loses_nothing_before_its_first_save_is_complete(tm
     spmd(program, 1)
 
 
+@pytest.mark.parametrize("is_restored", (True, False))
+def test_ranks_that_a_failure_has_left_a_step_apart_go_on_in_the_same_processes(is_restored, tmp_path):
+    """From the older state, which they have still or restore; the step that is repeated has another result."""
+
+    def program():
+        axis = fs.axis_of(one_axis())
+        kept = manager(tmp_path)
+        for step in range(1, 5):
+            kept.save(split(step), step)
+        state = split(5)
+        if my_rank() == 0:
+            kept.save(state, 5)
+            with pytest.raises(fs.comm.CollectiveError, match="rank 1 called init_mesh"):
+                fs.psum(torch.ones(()), axis)
+        one_axis()
+        if is_restored:
+            assert_same(kept.restore(zeros_like(split(0))), split(4))
+        for step in range(5, 8):
+            kept.save(split(100 + step), step)
+            assert_same(manager(tmp_path).restore(zeros_like(split(0))), split(100 + step))
+
+    spmd(program, 2)
+
+
 def test_restore_or_makes_a_state_only_if_there_is_none(tmp_path):
     calls = []
 
