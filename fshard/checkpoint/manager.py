@@ -232,7 +232,7 @@ class Manager:
         step = self.latest_step()
         exchange = Exchange(LABEL, mesh=self._mesh)
         # One rank decides for all.
-        if exchange.take_first(None if exchange.rank else step) is None:
+        if exchange.take_first(step if exchange.rank == 0 else None) is None:
             return init()
         with setting(SKIP_DRAWING, True):
             like = init()

@@ -96,7 +96,7 @@ def restore(
         expect(step is None or type(step) is int, LABEL, "step to be a whole number or None", describe(step))
         fill = select(exchange, like, subtree, only)
         # One rank chooses, because a save may complete another checkpoint while ranks look.
-        if not exchange.rank:
+        if exchange.rank == 0:
             checkpoint = find_checkpoint(root, step)
             choice = checkpoint.step, checkpoint.path.name
     chosen_step, name = exchange.take_first(choice)

@@ -110,7 +110,7 @@ def _start(
                 copies = copy_to_host([box.tensor for box in boxes.values()])
                 pairs = zip(boxes.items(), copies, strict=True)
                 boxes = {path: box._replace(tensor=copy) for (path, box), copy in pairs}
-            if not exchange.rank:
+            if exchange.rank == 0:
                 stack.enter_context(directories.lock(root))
                 for leftover in complete_leftovers(root):
                     directories.remove(leftover)

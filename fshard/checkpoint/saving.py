@@ -64,11 +64,9 @@ class Saving:
         self._writes = [write]
         self._unlock = unlock
         self._written: Future[None] = Future()
-        self._is_complete = False
         # Why the first rank could not complete the checkpoint.
         self._failure: Exception | None = None
-        self._stop_looking = threading.Event()
-        # Set when there is nothing left that an exit has to wait for, or to say.
+        # Set when there is nothing left that an exit has to wait for, or to say; the first rank looks once more then.
         self._is_settled = threading.Event()
         self._thread = threading.Thread(target=self._run, name=exchange.label, daemon=True)
         self._thread.start()
@@ -91,11 +89,11 @@ class Saving:
             with exchange.raise_on_all_ranks(content, checks_arguments=False):
                 self._settle()
                 # All ranks say that they have written, but a file system may show the report of another host late.
-                if not (exchange.rank or self._is_complete):
+                if self._failure is not None:
                     self._complete(time.sleep)
         except Exception as error:
             # Where a rank was killed, this one may still complete the checkpoint.
-            if isinstance(error, CheckpointError) and not exchange.rank:
+            if isinstance(error, CheckpointError) and exchange.rank == 0:
                 self._unfinished.remove()
             self._settle()
             raise
@@ -150,8 +148,8 @@ class Saving:
     def _finish(self) -> None:
         """Complete the checkpoint on the first rank, which keeps the directory locked meanwhile."""
         try:
-            if not self._exchange.rank:
-                self._complete(self._stop_looking.wait)
+            if self._exchange.rank == 0:
+                self._complete(self._is_settled.wait)
         except Exception as error:
             self._failure = error
         else:
@@ -177,12 +175,11 @@ class Saving:
             # One more look: a rank may have written since the last one, and have been killed.
             is_last = sleep(pause) is True or time.monotonic() > deadline
             pause = min(2 * pause, LAST_LOOK)
-        self._is_complete = True
+        self._failure = None
 
     def _settle(self) -> None:
         """End the threads, and let others save to the directory, after this rank has written."""
         self._is_settled.set()
-        self._stop_looking.set()
         self._thread.join()
 
     def _wait_at_exit(self) -> None:
