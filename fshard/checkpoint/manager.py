@@ -153,13 +153,13 @@ class Manager:
         number = read_step(state, step)
         goes_back = self._memory is not None and self._memory.goes_back(number)
         is_due = force or goes_back or number % self._every == 0
-        if self._memory and not goes_back and (force or number % self._memory_every == 0):
+        if self._memory is not None and not goes_back and (force or number % self._memory_every == 0):
             self._memory.save(state, number)
-        if self._saving and (is_due or self._saving.is_written()):
+        if self._saving is not None and (is_due or self._saving.is_written()):
             self.wait()
         if is_due:
             self._saving = self._save(state, step)
-        if self._memory and goes_back:
+        if self._memory is not None and goes_back:
             # Nothing of the later states is lost before this one is on the disk.
             self.wait()
             self._memory.remove()
@@ -172,7 +172,7 @@ class Manager:
             CheckpointError: on every rank, if it failed.
         """
         saving, self._saving = self._saving, None
-        if saving:
+        if saving is not None:
             saving.wait()
 
     def latest_step(self) -> int | None:
@@ -241,7 +241,7 @@ class Manager:
     def close(self) -> None:
         """Wait for the last save to be complete, and remove the states in memory. Every rank must call this."""
         self.wait()
-        if self._memory:
+        if self._memory is not None:
             self._memory.remove()
 
     def __enter__(self) -> "Manager":

@@ -143,8 +143,11 @@ def _choose_leaves(only: Mask | None, flat: Flat, paths: Sequence[str]) -> dict[
         return leaves
     expect(is_mask(only), LABEL, f"only to be {MASK}", describe(only))
     check_matches(LABEL, [only], flat.names, flat.leaves)
-    named = zip(flat.names, leaves.items(), strict=True)
-    return {path: leaf for name, (path, leaf) in named if matches(only, name, leaf)}
+    chosen = {}
+    for name, path, leaf in zip(flat.names, paths, flat.leaves, strict=True):
+        if matches(only, name, leaf):
+            chosen[path] = leaf
+    return chosen
 
 
 def _is_under(path: str, subtree: str) -> bool:

@@ -17,7 +17,6 @@ import os
 import secrets
 import warnings
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +51,6 @@ from fshard.extend import (
 LABEL = "checkpoint.save"
 # The bytes of a mark before the text of a state: a number and a space.
 NUMBER_BYTES = 32
-# What of a tensor decides whether it can be saved, and how; the same on every rank, also where one has a parameter.
-describe_tensor = attrgetter("dtype", "shape", "is_meta", "layout")
 
 
 def open_memory(exchange: Exchange, directory: Path, memory: Any) -> "Generations | None":
@@ -68,7 +65,7 @@ def open_memory(exchange: Exchange, directory: Path, memory: Any) -> "Generation
     path = find_directory(exchange.path("memory", root), directory)
     if path is not None:
         return Generations(path, exchange, directory)
-    if not exchange.rank:
+    if exchange.rank == 0:
         warnings.warn(
             f"{exchange.label}: memory= has no effect, because a restart could not be told from a new run. Start the "
             f"program by torchrun, or set one of {', '.join(JOB_VARIABLES)}",
@@ -125,9 +122,11 @@ class Generations:
         if len(content) + NUMBER_BYTES > self._outline.values["room"]:
             # A text of the state has grown.
             self._begin(state, step)
-        slot = self._slots[self._number % 2] or self._open()
+        slot = self._slots[self._number % 2]
+        if slot is None:
+            slot = self._open()
         slot.write(self._number, content, leaves)
-        if self._neighbours:
+        if self._neighbours is not None:
             self._neighbours.offer(partial(slot.read, self._number))
         self._number += 1
         self._last_step = step
@@ -171,11 +170,26 @@ class Generations:
         is_restart = read_environment().get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         is_lost = not readable and (generations or is_restart)
         if is_lost and ranks_on_host(ranks) < ranks and exchange.rank == 0:
-            problem = (
-                "no state in memory is whole, because hosts are lost together with those that had copies of theirs"
+            warnings.warn(
+                f"{exchange.label}: no state in memory is whole, because hosts are lost together with those that had "
+                "copies of theirs. The disk is read",
+                stacklevel=4,
             )
-            warnings.warn(f"{exchange.label}: {problem}. The disk is read", stacklevel=4)
         return [each for each in readable if each.step == step or (step is None and each.step >= on_disk)]
+
+    def remove(self) -> None:
+        """Remove the job's directory when all ranks have come here, unless another manager still saves there.
+
+        Every rank must call this.
+        """
+        if self._neighbours is not None:
+            self._neighbours.close()
+            self._neighbours = None
+        self._kinds = None
+        # This gives up their locks.
+        self._slots = [None, None]
+        self._exchange.take_first(None)
+        remove_unless_used(self._directory)
 
     def _search(self, exchange: Exchange) -> list[Generation]:
         """Find the generations that there are, the newest first, and fetch what other hosts have of them."""
@@ -188,26 +202,12 @@ class Generations:
         """Find the step of the checkpoint that was saved last; the first rank looks for all."""
         return exchange.take_first(None if exchange.rank else latest_step(self._checkpoints)) or 0
 
-    def remove(self) -> None:
-        """Remove the job's directory when all ranks have come here, unless another manager still saves there.
-
-        Every rank must call this.
-        """
-        if self._neighbours:
-            self._neighbours.close()
-            self._neighbours = None
-        self._kinds = None
-        # This gives up their locks.
-        self._slots = [None, None]
-        self._exchange.take_first(None)
-        remove_unless_used(self._directory)
-
     def _begin(self, state: Any, step: int) -> None:
         """Agree with all ranks on the layout of the slots, and on the number of the next generation."""
         exchange = self._exchange
         rank, ranks = exchange.rank, exchange.ranks.size
         tensors, manifest = describe_state(exchange, state, step)
-        same = {"(step)": manifest.step, "(job)": find_job(), **manifest.values}
+        same = {"(step)": step, "(job)": find_job(), **manifest.values}
         holders = exchange.find_holders(tensors, {path: repr(value) for path, value in same.items()})
         with exchange.raise_on_all_ranks(self._directory):
             make_private(self._directory)
@@ -250,8 +250,11 @@ class Generations:
 
 
 def _describe_kind(leaf: Any) -> Any:
-    """Describe what decides whether a leaf can be saved, and where: all that saves compare, thousands of times."""
+    """Describe what decides whether a leaf can be saved, and where, also where one rank has a parameter.
+
+    This is all that saves compare, thousands of times.
+    """
     tensor = tensor_of(leaf)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return type(leaf)
-    return tensor is leaf or leaf.spec, describe_tensor(tensor)
+    return tensor is leaf or leaf.spec, tensor.dtype, tensor.shape, tensor.is_meta, tensor.layout

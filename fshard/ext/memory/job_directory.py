@@ -42,7 +42,7 @@ def find_directory(root: Path, checkpoints: Path) -> Path | None:
     if job is None:
         return None
     # A host that starts again after a loss of power reads nothing that it may have written half.
-    boot, _, _ = find_machine().partition(" ")
+    boot = find_machine().partition(" ")[0]
     names = os.path.abspath(checkpoints), f"{job} {boot}"
     return root / "-".join(files.digest(os.fsencode(name))[:16] for name in names)
 
