@@ -16,7 +16,10 @@ from fshard.tree import (
     Flat,
     Sharded,
     Tree,
+    attributes_of,
     flatten,
+    is_sharded,
+    is_tensor,
     is_trained,
     map_leaves,
     map_nodes,
@@ -317,20 +320,21 @@ def _take_over(state: TrainState) -> dict[str, Tree]:
     them. Frozen ones stay: they are not written to, and their averages are they themselves.
     """
     flat = flatten({"params": state.params, "opt_state": state.opt_state})
-    leaves = flat.leaves
-    positions = [i for i, tensor in enumerate(flat.tensors) if isinstance(tensor, torch.Tensor)]
+    new_leaves = list(flat.leaves)
+    is_taken = list(map(is_tensor, flat.tensors))
     if _compat.transforms_active() or any(spec.frozen for spec in flat.specs):
         # A value that a transform of torch.func has wrapped ends with it.
-        positions = [i for i in positions if is_trained(leaves[i]) and not _compat.is_transformed(flat.tensors[i])]
-    tensors = [flat.tensors[i] for i in positions]
+        rows = zip(flat.leaves, flat.tensors, is_taken, strict=True)
+        is_taken = [takes and is_trained(leaf) and not _compat.is_transformed(value) for leaf, value, takes in rows]
+    leaves = list(itertools.compress(flat.leaves, is_taken))
+    tensors = list(itertools.compress(flat.tensors, is_taken))
     # Tensors of fs.gather, for example, share the memory of a leaf, and keep their values.
     for n in itertools.compress(itertools.count(), _compat.share_memory(tensors)):
         tensors[n] = tensors[n].detach().clone()
-    moved = mark_donated([leaves[i] for i in positions])
-    for i, tensor in zip(positions, tensors, strict=True):
-        leaf = leaves[i]
-        leaves[i] = Sharded(tensor, leaf.spec) if isinstance(leaf, Sharded) else moved.get(id(tensor), tensor)
-    return flat.unflatten(leaves)
+    moved = mark_donated(leaves)
+    for i, leaf, tensor in zip(itertools.compress(itertools.count(), is_taken), leaves, tensors, strict=True):
+        new_leaves[i] = Sharded(tensor, leaf.spec) if is_sharded(leaf) else moved.get(id(tensor), tensor)
+    return flat.unflatten(new_leaves)
 
 
 def chain(*transformations: GradientTransformation | Optimizer) -> Any:
@@ -406,9 +410,18 @@ def _check_gradients(grads: Tree, params: Flat) -> None:
     """Refuse gradients that are not those of the parameters."""
     flat = flatten(grads)
     same_structure("update with gradients", flat, params)
+    # Gradients of value_and_grad have the specs of the parameters. No line of Python runs for each of thousands.
+    if _describe_kinds(flat) == _describe_kinds(params) and not any(spec.frozen for spec in flat.specs):
+        return
     problems = flat.problems(_describe_misfit, params.leaves)
     remedy = "pass what fs.scatter_grads(grads, like=state.params) or fs.value_and_grad returned"
     refuse("update: gradients do not fit the parameters", problems, remedy)
+
+
+def _describe_kinds(flat: Flat) -> list[tuple[Any, ...]]:
+    """List for each leaf its spec, and the shape and dtype of its tensor; None for what it does not have."""
+    shapes = attributes_of(flat.tensors, "shape")
+    return list(zip(attributes_of(flat.leaves, "spec"), shapes, attributes_of(flat.tensors, "dtype"), strict=True))
 
 
 def _describe_misfit(grad: Any, param: Any) -> tuple[str, str] | None:

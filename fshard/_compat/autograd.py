@@ -43,7 +43,10 @@ def version(tensor: torch.Tensor) -> int:
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     """The `version` of each tensor, for thousands of them. Checked on 2.13."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    counted = list(tensors)
+    if any(map(torch.Tensor.is_inference, counted)):
+        return list(map(version, counted))
+    return list(map(operator.attrgetter("_version"), counted))
 
 
 # Whether a torch.func transform holds a tensor, whose storage then is not to be had. Checked on 2.13.

@@ -20,9 +20,11 @@ from fshard.rounding import half_the_digits
 from fshard.tree import (
     Flat,
     Tree,
+    attributes_of,
     device_of,
     flatten,
     grouped,
+    is_tensor,
     is_trained,
     leaves_of,
     like,
@@ -252,10 +254,11 @@ class _WrappedClass:
         refuse_frozen_counters(f"from_torch: {self._name}", state)
         states: list[State] = [{} for _ in has_begun]
         for name, slot in slots.items():
-            for leaf_state, tensor, begun in zip(states, selection.take(slot), has_begun, strict=True):
-                if begun and tensor is not None:
-                    leaf_state[name] = _make_writable(tensor, donate)
-        tensors = [_make_writable(tensor, donate) for tensor in selection.take(flat.leaves)]
+            values = _make_all_writable(selection.take(slot), donate)
+            for leaf_state, value, begun in zip(states, values, has_begun, strict=True):
+                if begun and value is not None:
+                    leaf_state[name] = value
+        tensors = _make_all_writable(selection.take(flat.leaves), donate)
         new_states = self._step(tensors, list(gradients.values()), states, hyper)
         new_slots = self._make_slots(slots, selection, new_states)
         new_hyper = {name: torch.as_tensor(hyper[name], dtype=torch.float64).detach() for name in state.hyper}
@@ -433,13 +436,11 @@ def _read_on_host(hyper: Hyper, kept: Names = ()) -> Hyper:
 
 def _collect_gradients(grads: Tree, flat: Flat, *, copy: bool) -> dict[int, torch.Tensor]:
     """Collect the gradients of trained leaves by position, without lazy bits, because classes read their memory."""
-    gradients = {}
     rows = zip(tensors_of(leaves_of(grads)), flat.leaves, strict=True)
-    for i, (grad, leaf) in enumerate(rows):
-        if grad is not None and is_trained(leaf):
-            plain = _detach(grad).resolve_conj().resolve_neg()
-            gradients[i] = _make_writable(plain) if copy else plain.contiguous()
-    return gradients
+    gradients = {i: grad for i, (grad, leaf) in enumerate(rows) if grad is not None and is_trained(leaf)}
+    detached = _detach_all(list(gradients.values()))
+    plain = list(map(torch.Tensor.resolve_neg, map(torch.Tensor.resolve_conj, detached)))
+    return dict(zip(gradients, _make_all_writable(plain, in_place=not copy), strict=True))
 
 
 def _refuse_derivatives(hyper: Hyper) -> Hyper:
@@ -462,15 +463,28 @@ def _detach(tensor: torch.Tensor, is_lost: bool = False) -> torch.Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def _make_writable(value: Any, in_place: bool = False) -> Any:
-    """Return a tensor for torch to write to: a copy, or with `in_place` the same memory. Other values stay.
+def _detach_all(values: list[Any]) -> list[Any]:
+    """Detach the tensors among thousands of values; mostly none has a graph, and no line of Python runs for each."""
+    if not _compat.transforms_active() and not any(attributes_of(values, "requires_grad")):
+        return values
+    return [_detach(value) if isinstance(value, torch.Tensor) else value for value in values]
 
-    It is contiguous, because fused kernels on the CPU ignore strides.
+
+def _make_writable(value: Any) -> Any:
+    """Return a contiguous copy of a tensor for torch to write to. Other values stay."""
+    return _make_all_writable([value])[0]
+
+
+def _make_all_writable(values: list[Any], in_place: bool = False) -> list[Any]:
+    """Return tensors for torch to write to: copies, or with `in_place` the same memory. Other values stay.
+
+    They are contiguous, because fused kernels on the CPU ignore strides.
     """
-    if not isinstance(value, torch.Tensor):
-        return value
-    plain = _detach(value) if value.requires_grad or _compat.is_transformed(value) else value
-    return plain.contiguous() if in_place else plain.clone(memory_format=torch.contiguous_format)
+    detached = _detach_all(values)
+    if in_place and all(map(torch.Tensor.is_contiguous, filter(is_tensor, detached))):
+        return detached
+    copy = torch.Tensor.contiguous if in_place else partial(torch.clone, memory_format=torch.contiguous_format)
+    return [copy(value) if is_tensor(value) else value for value in detached]
 
 
 def _move_numbers(numbers: Tensors, device: torch.device) -> Tensors:

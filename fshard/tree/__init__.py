@@ -34,6 +34,7 @@ from fshard.tree.nodes import (
     Sharded,
     attributes_of,
     is_sharded,
+    is_tensor,
     is_trained,
     like,
     register_leaf_class,

@@ -15,7 +15,7 @@ from fshard.errors import Problem, expect, leaf_error, refuse
 from fshard.tree.abstract import is_abstract
 from fshard.tree.flat import Flat, Misfit, Tree, Treedef, flatten, leaves_of
 from fshard.tree.masks import Mask, matches
-from fshard.tree.nodes import Sharded, attributes_of, is_sharded, is_trained, replace_local, tensor_of
+from fshard.tree.nodes import Sharded, attributes_of, is_sharded, is_trained, replace_local, tensor_of, tensors_of
 from fshard.tree.specs import Axis
 
 # The attribute of a tensor that says that it was donated.
@@ -197,20 +197,20 @@ def mark_donated(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
     Returns:
         For the plain ones, by their identity, new tensors that have their memory.
     """
+    tensors = tensors_of(leaves)
+    kinds = list(zip(attributes_of(tensors, "dtype"), attributes_of(tensors, "device"), strict=True))
     empty: dict[Any, torch.Tensor] = {}
+    for kind, tensor in dict(zip(kinds, tensors, strict=True)).items():
+        empty[kind] = tensor.new_empty(0)
+        empty[kind].__dict__[DONATED] = True
     moved: dict[int, torch.Tensor] = {}
-    for leaf in leaves:
-        tensor = leaf.local if isinstance(leaf, Sharded) else leaf
-        kind = tensor.dtype, tensor.device
-        if kind not in empty:
-            empty[kind] = tensor.new_empty(0)
-            empty[kind].__dict__[DONATED] = True
-        if tensor is not leaf:
-            replace_local(leaf, empty[kind])
+    for leaf, replacement in zip(leaves, map(empty.__getitem__, kinds), strict=True):
+        if is_sharded(leaf):
+            replace_local(leaf, replacement)
         elif id(leaf) not in moved:
             moved[id(leaf)] = leaf.data
             # Assign .data, so that autograd and modes see no operator.
-            leaf.data = empty[kind]
+            leaf.data = replacement
             leaf.__dict__[DONATED] = True
     return moved
 

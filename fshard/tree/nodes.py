@@ -189,6 +189,8 @@ register_leaf_class(Sharded)
 
 # Whether a node is a Sharded leaf; as isinstance, without a frame of Python for each node of a tree.
 is_sharded: Callable[[Any], bool] = Sharded.__instancecheck__
+# The same for tensors.
+is_tensor: Callable[[Any], bool] = torch.Tensor.__instancecheck__
 
 
 def is_trained(leaf: Any) -> bool:
@@ -201,10 +203,14 @@ def tensor_of(leaf: Any) -> Any:
     return leaf.local if isinstance(leaf, Sharded) else leaf
 
 
+_COMMON_LEAVES = frozenset((Sharded, torch.Tensor, torch.nn.Parameter, type(None)))
+
+
 def tensors_of(leaves: Sequence[Any]) -> list[Any]:
     """The `tensor_of` each of thousands of leaves."""
-    if all(map(is_sharded, leaves)):
-        return attributes_of(leaves, "local")
+    # No line of Python runs for each of them. None and torch's own tensors have no such attribute.
+    if _COMMON_LEAVES.issuperset(map(type, leaves)):
+        return list(map(getattr, leaves, repeat("local"), leaves))
     return [leaf.local if isinstance(leaf, Sharded) else leaf for leaf in leaves]
 
 
