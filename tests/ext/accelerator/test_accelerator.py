@@ -35,12 +35,17 @@ def int8(mesh, **options):
     return fs.zero3(mesh, layout=fs.quantize(mesh["shard"], **options))
 
 
+# Counts of updates, which torch keeps on the processor, travel through the accelerator, and the host waits for them.
+MUON = {
+    name: program._replace(waits={"copy_": 2})
+    for name, program in eager_and_jitted("muon", alone={"copy_": 3}, make=muon).items()
+}
+
 PROGRAMS = {
     **eager_and_jitted("lamb", make=lambda: fs.lamb(1e-2)),
     **eager_and_jitted("lars", make=lambda: fs.lars(1e-2)),
     **eager_and_jitted("adafactor", make=lambda: fs.adafactor(1e-2)),
-    # The counts of updates, which torch keeps on the processor, travel too, there and back.
-    **eager_and_jitted("muon", alone={"copy_": 3}, make=muon),
+    **MUON,
     "dynamic_loss_scale of torch": Program(
         lambda device: programs.skipped(device, fs.dynamic_loss_scale), tolerance=programs.BIAS_CORRECTION
     ),
