@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-import fshard as fs
 from fshard.ext.trace.events import Event, Timeline, find_offsets, pack, unpack
 from fshard.ext.trace.report import Report
 from fshard.extend import Exchange, is_tracing, watched
@@ -63,7 +62,7 @@ class Trace:
         if alone:
             return Report([self._make_timeline()], clock_error=0)
         exchange = Exchange(LABEL, mesh=mesh)
-        packed = pack((self._make_timeline(), _exchange_clocks(exchange.ranks)))
+        packed = pack((self._make_timeline(), _exchange_clocks(exchange)))
         timelines, exchanges = zip(*map(unpack, exchange.all_gather_object(packed)), strict=True)
         offsets, error = find_offsets(exchanges)
         shifted = [timeline.shift(offset) for timeline, offset in zip(timelines, offsets, strict=True)]
@@ -105,12 +104,13 @@ class Trace:
         return Timeline(Exchange(LABEL).rank, self._begin, self._end, self._error, tuple(self._events))
 
 
-def _exchange_clocks(axis: fs.Axis) -> list[tuple[int, int]]:
+def _exchange_clocks(exchange: Exchange) -> list[tuple[int, int]]:
     """Exchange a number with all ranks several times, and note when each exchange began and ended here."""
     times = []
-    for _ in range(ROUNDS if axis.size > 1 else 0):
+    for _ in range(ROUNDS if exchange.ranks.size > 1 else 0):
         begin = time.perf_counter_ns()
-        fs.comm.all_gather([torch.zeros(1)], axis, LABEL)
+        # Not a tensor, which would travel through an accelerator where only that can send.
+        exchange.merge_objects(0, max)
         times.append((begin, time.perf_counter_ns()))
     return times
 
