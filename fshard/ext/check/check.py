@@ -85,8 +85,8 @@ class _CheckedCall:
         self._step = inspect.unwrap(step, stop=lambda function: not isinstance(function, Jitted))
         self._args = args
         self._mesh = mesh
-        # Of the losses that the step differentiates, the names of axes, and how they are reduced over these.
-        self._loss_axes: set[str] = set()
+        # Of the losses that the step differentiates, the axes, and how they are reduced over these.
+        self._loss_axes: set[fs.Axis] = set()
         self._reduces: set[str] = set()
         # What the checks of losses have added to the graph.
         self._extra_nodes: set[Node] = set()
@@ -98,35 +98,31 @@ class _CheckedCall:
             with noting_origins(), setting(OBSERVED, self._observe):
                 traced = self._trace(args)
             nodes = list(traced.module.graph.nodes)
-            inputs = list_inputs(nodes, flat, len(flatten(args[0]).leaves))
+            inputs = list_inputs(nodes, traced, flat, len(flatten(args[0]).leaves))
             results = list_results(traced, args[0])
             self.problems += find_dropped(nodes, results)
-            neighbours = {}
+            # Without losses batches differ where gradients are reduced.
+            varying = self._loss_axes or {axis for spec in flat.specs for axis in spec.scattered_axes}
+            runs_alike = True
             for axis in flat.axes:
-                if axis.size > 1:
-                    other_rank = find_neighbour(self._mesh, rank, axis)
-                    neighbours[axis] = self._pair(nodes, self._mesh, other_rank)
-            if None not in neighbours.values():
-                # Every rank runs these operators.
-                self.problems += self._find_unused(inputs)
-            for axis, neighbour in neighbours.items():
-                if neighbour is None:
+                if axis.size == 1:
                     continue
-                rank_constants = {node for node, other in neighbour.items() if _differ(node, other)}
-                larger_mesh = {**self._mesh, axis.name: 2 * axis.size}
-                doubled = self._pair(nodes, larger_mesh, rank)
-                varies = axis.name in self._loss_axes
-                if not self._loss_axes:
-                    varies = any(axis in spec.scattered_axes for spec in flat.specs)
-                facts = AxisFacts(axis, inputs, rank_constants, doubled or {}, varies, self._reduces == {"mean"})
-                values = ValueTypes(nodes, facts)
-                self.problems += values.problems
-                self.problems += find_differing(results, values)
-                self.problems += find_wrong_factors(results, values)
+                neighbour = self._pair(nodes, self._mesh, find_neighbour(self._mesh, rank, axis))
+                runs_alike = runs_alike and bool(neighbour)
+                if neighbour:
+                    doubled = self._pair(nodes, {**self._mesh, axis.name: 2 * axis.size}, rank)
+                    own = {node for node, other in neighbour.items() if _differ(node, other)}
+                    facts = AxisFacts(axis, inputs, own, doubled, axis in varying, self._reduces == {"mean"})
+                    values = ValueTypes(nodes, facts)
+                    self.problems += values.problems
+                    self.problems += find_differing(results, values)
+                    self.problems += find_wrong_factors(results, values)
+            if runs_alike:
+                self.problems += self._find_unused(inputs)
 
     def _observe(self, functions: Sequence[Any], flat: Any, axes: Sequence[fs.Axis], options: Any) -> None:
         """Check a loss before the step differentiates it."""
-        self._loss_axes.update(axis.name for axis in axes)
+        self._loss_axes.update(axes)
         self._reduces.add(options.reduce)
         before = set(list_traced_nodes())
         self.problems += find_mixed_types(functions[0], flat, axes)
@@ -139,13 +135,13 @@ class _CheckedCall:
         fold_views_and_remove_dead_nodes(graph)
         return traced
 
-    def _pair(self, nodes: Sequence[Node], mesh: Mapping[str, int], rank: int) -> Mapping[Node, Node] | None:
-        """Pair nodes with those in the graph of another rank or mesh, if the step allows it."""
+    def _pair(self, nodes: Sequence[Node], mesh: Mapping[str, int], rank: int) -> Mapping[Node, Node]:
+        """Pair nodes with those in the graph of another rank or mesh; none if the step does not allow it."""
         try:
             with lay_out_call(self._step, self._args, mesh, rank, "nccl", "check") as args:
                 return pair_nodes(nodes, list(self._trace(args).module.graph.nodes))
         except (ValueError, RuntimeError):
-            return None
+            return {}
 
     def _find_unused(self, inputs: Mapping[Node, Input]) -> Iterator[StepProblem]:
         """Find tensors of the batch that nothing reads."""

@@ -4,16 +4,14 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
 import fshard as fs
-from fshard.extend import is_fake, tensor_of
+from fshard.extend import Traced, is_fake
 
-Pairs = Mapping[Node, Node]
 # Operators that fit tensors to shards of equal length, of which another mesh may need more.
-_FITTING = (torch.ops.aten.slice, torch.ops.aten.constant_pad_nd, torch.ops.aten.view)
+_FITTING = ("slice", "constant_pad_nd", "view")
 
 
 class Input(NamedTuple):
@@ -45,29 +43,42 @@ class AxisFacts(NamedTuple):
     axis: fs.Axis
     inputs: Mapping[Node, Input]
     rank_constants: Collection[Node]
-    doubled: Pairs
+    doubled: Mapping[Node, Node]
     varies: bool
     are_means: bool
 
     def is_split(self, node: Node) -> bool:
         """Whether a dim of a value is shorter on twice as many ranks."""
-        here, there = shape_of(node), shape_of(self.doubled.get(node))
-        return any(other < size for size, other in zip(here, there, strict=False))
+        other = self.doubled.get(node, node)
+        return any(there < here for here, there in zip(shape_of(node), shape_of(other), strict=False))
 
 
-def shape_of(node: Node | None) -> Sequence[int]:
+def shape_of(node: Node) -> Sequence[int]:
     """Return the shape of a value; that of a number if it is no tensor."""
-    value = None if node is None else node.meta.get("val")
-    return value.shape if isinstance(value, torch.Tensor) else ()
+    return getattr(node.meta.get("val"), "shape", ())
 
 
-def list_inputs(nodes: Sequence[Node], flat: Any, state_leaves: int) -> dict[Node, Input]:
+def is_number(node: Node) -> bool:
+    """Whether a value has one element."""
+    return math.prod(shape_of(node)) == 1
+
+
+def is_scalar(node: Node) -> bool:
+    """Whether a value is a tensor without dims."""
+    return getattr(node.meta.get("val"), "shape", None) == ()
+
+
+def name_of(node: Node) -> str:
+    """Return the name of a node's operator without its overload, such as "mul"; that of another node is empty."""
+    return getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+
+
+def list_inputs(nodes: Sequence[Node], traced: Traced, flat: Any, state_leaves: int) -> dict[Node, Input]:
     """List the inputs of a graph: the arguments that hold a tensor, of which the first are leaves of the state."""
-    entries = []
-    for number, (path, leaf) in enumerate(zip(flat.paths, flat.leaves, strict=True)):
-        if isinstance(tensor_of(leaf), torch.Tensor):
-            entries.append(Input(path, leaf, number >= state_leaves))
-    return dict(zip(nodes, entries, strict=False))
+    inputs = {}
+    for node, number in zip(nodes, traced.input_leaves, strict=False):
+        inputs[node] = Input(flat.paths[number], flat.leaves[number], number >= state_leaves)
+    return inputs
 
 
 def find_neighbour(mesh: Mapping[str, int], rank: int, axis: fs.Axis) -> int:
@@ -77,34 +88,21 @@ def find_neighbour(mesh: Mapping[str, int], rank: int, axis: fs.Axis) -> int:
     return rank - stride if rank // stride % axis.size else rank + stride
 
 
-def pair_nodes(nodes: Sequence[Node], others: Sequence[Node]) -> Pairs | None:
-    """Pair the nodes of two graphs; None if they have other operators, so that nothing is known."""
-    for left_out in ((), _FITTING[:2], _FITTING):
-        pairs = []
-        for sequence in (nodes, others):
-            pairs.append([node for node in sequence if find_packet(node) not in left_out])
-        here, there = pairs
-        if list(map(_name_operator, here)) == list(map(_name_operator, there)):
+def pair_nodes(nodes: Sequence[Node], others: Sequence[Node]) -> dict[Node, Node]:
+    """Pair the nodes of two graphs; none if they have other operators, so that nothing is known."""
+    for left_out in ((), _FITTING):
+        here = [node for node in nodes if name_of(node) not in left_out]
+        there = [node for node in others if name_of(node) not in left_out]
+        if [node.target for node in here] == [node.target for node in there]:
             return dict(zip(here, there, strict=True))
-    return None
-
-
-def find_packet(node: Node) -> Any:
-    """Find the operator of a node, without its overload."""
-    return getattr(node.target, "overloadpacket", None)
-
-
-def _name_operator(node: Node) -> Any:
-    return node.op if node.op == "get_attr" else node.target
+    return {}
 
 
 def read_constants(node: Node) -> Any:
     """Read the arguments of an operator that are no nodes, or the number that a constant is; none of a collective."""
     if node.op == "get_attr":
         tensor = getattr(node.graph.owning_module, str(node.target))
-        if is_fake(tensor) or tensor.numel() > 1:
-            return None
-        return tensor.tolist()
+        return None if is_fake(tensor) or tensor.numel() > 1 else tensor.tolist()
     if getattr(node.target, "namespace", "") == "fshard":
         return None
     return map_arg((node.args, node.kwargs), lambda source: None)

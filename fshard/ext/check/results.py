@@ -1,21 +1,22 @@
 """What a step returns: leaves, buffers and metrics on which ranks have to agree, and where they stopped to agree."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
 
-import fshard as fs
 from fshard.ext._compat import origin_of
-from fshard.ext.check.graphs import shape_of
+from fshard.ext.check.graphs import is_number
 from fshard.ext.check.report import Mistake, StepProblem, frames_of
 from fshard.ext.check.values import Agreement, ValueTypes, walk_back
 from fshard.extend import Traced, flatten, graph_nodes, unflatten
 
-_DIFFERENT = (Agreement.SHARD, Agreement.VARYING)
+_VARYING = (Agreement.VARYING, Agreement.NUMBERED)
+_DIFFERENT = (Agreement.SHARD, Agreement.TERM, *_VARYING)
+# The types that a leaf may not have, by what the axis is to it.
+_REFUSED: Mapping[str | None, Collection[Agreement]] = MappingProxyType({"owned": (), "gathered": _VARYING})
 _TEXTS: Mapping[Mistake, str] = MappingProxyType(
     {
         Mistake.MISSING_SUM: (
@@ -50,7 +51,7 @@ def list_results(traced: Traced, state: Any) -> list[Result]:
     nodes = graph_nodes.find_results(traced.module.graph)
     result = unflatten(traced.treedef, nodes)
     paths = flatten(result).paths
-    first = result[0] if isinstance(result, tuple) and not hasattr(result, "_fields") else result
+    first = result[0] if type(result) is tuple else result
     count = len(flatten(first).leaves) if type(first) is type(state) else 0
     results = []
     for number, (node, path, spec) in enumerate(zip(nodes, paths, traced.specs, strict=True)):
@@ -74,37 +75,27 @@ def find_dropped(nodes: Sequence[Node], results: Sequence[Result]) -> Iterator[S
 
 def find_differing(results: Sequence[Result], values: ValueTypes) -> Iterator[StepProblem]:
     """Find the results on which the ranks of an axis have to agree, and do not."""
+    axis = values.facts.axis
+    # Where ranks share a batch, or terms of a sum are refused, terms that are returned are no problem of their own.
+    are_terms_known = not values.facts.varies or any(each.kind is Mistake.MISSING_SUM for each in values.problems)
     for result in results:
-        kind, refused = _judge(result, values.facts.axis)
-        if values.type_of(result.node) in refused:
-            nodes, source, is_own = _find_source(result.node, values)
-            if not values.blamed.isdisjoint(nodes):
-                continue
-            kind = Mistake.OWN_NUMBER if is_own else kind
-            frames = frames_of(source)
-            yield StepProblem(kind, values.facts.axis.name, result.path, frames, _TEXTS[kind])
+        kind = Mistake.BUFFER_DIFFERS if result.is_state else Mistake.LOCAL_METRIC
+        refused: Collection[Agreement] = _DIFFERENT if result.is_state or is_number(result.node) else ()
+        if result.spec is not None:
+            kind = Mistake.MISSING_SUM
+            refused = _REFUSED.get(result.spec.roles.get(axis), _DIFFERENT)
+        agreement = values.type_of(result.node)
+        is_known = agreement is Agreement.TERM and are_terms_known
+        if agreement in refused and not is_known:
+            kind = Mistake.OWN_NUMBER if agreement is Agreement.NUMBERED else kind
+            frames = frames_of(_find_source(result.node, values))
+            yield StepProblem(kind, axis.name, result.path, frames, _TEXTS[kind])
 
 
-def _judge(result: Result, axis: fs.Axis) -> tuple[Mistake, Sequence[Agreement]]:
-    """Name the mistake that a result is if it has one of some types."""
-    spec = result.spec
-    if spec is not None:
-        is_split = spec.dim_of(axis) is not None
-        refused = (Agreement.VARYING,) if is_split else _DIFFERENT
-        is_owned = spec.roles.get(axis) == "owned"
-        return Mistake.MISSING_SUM, () if is_owned else refused
-    if result.is_state:
-        return Mistake.BUFFER_DIFFERS, _DIFFERENT
-    is_number = math.prod(shape_of(result.node)) == 1
-    return Mistake.LOCAL_METRIC, _DIFFERENT if is_number else ()
-
-
-def _find_source(result: Node, values: ValueTypes) -> tuple[Sequence[Node], Node, bool]:
-    """Find what a value is computed from, where it stopped to agree, and whether the number of the rank is why."""
-    nodes = walk_back(result, lambda operand: values.types[operand] is values.types[result])
-    for node in nodes:
-        if node in values.own_numbers and not graph_nodes.is_view(node):
-            # A constant has no line, but what reads it has.
-            return nodes, next((each for each in (node, *node.users) if frames_of(each)), node), True
-    before = [node for node in nodes if origin_of(node).phase != "update" and frames_of(node)]
-    return nodes, next(iter(before), result), False
+def _find_source(result: Node, values: ValueTypes) -> Node:
+    """Find where a value stopped to agree, or which operator took the number of the rank."""
+    agreement = values.types[result]
+    nodes = walk_back(result, lambda operand: values.types[operand] is agreement)
+    # A constant has no line, but what reads it has.
+    nodes = [node for node in nodes if origin_of(node).phase != "update" and frames_of(node)] or nodes
+    return min(nodes) if agreement is Agreement.NUMBERED else nodes[0]
