@@ -111,7 +111,7 @@ class _CheckedCall:
                 runs_alike = runs_alike and bool(neighbour)
                 if neighbour:
                     doubled = self._pair(nodes, {**self._mesh, axis.name: 2 * axis.size}, rank)
-                    own = {node for node, other in neighbour.items() if _differ(node, other)}
+                    own = {node for node, other in neighbour.items() if read_constants(node) != read_constants(other)}
                     facts = AxisFacts(axis, inputs, own, doubled, axis in varying, self._reduces == {"mean"})
                     values = ValueTypes(nodes, facts)
                     self.problems += values.problems
@@ -151,11 +151,6 @@ class _CheckedCall:
             if entry.is_batch and not node.users:
                 text = "nothing in the step reads this tensor of the batch; use it, or do not pass it."
                 yield StepProblem(Mistake.UNUSED_BATCH, "", entry.path, frames, text)
-
-
-def _differ(node: Node, other: Node) -> bool:
-    """Whether the constants of an operator are others in another graph; their texts tell NaN and 1 from 1.0 too."""
-    return repr(read_constants(node)) != repr(read_constants(other))
 
 
 def _drop_repeated(problems: Sequence[StepProblem]) -> tuple[StepProblem, ...]:

@@ -98,11 +98,14 @@ def pair_nodes(nodes: Sequence[Node], others: Sequence[Node]) -> dict[Node, Node
     return {}
 
 
-def read_constants(node: Node) -> Any:
-    """Read the arguments of an operator that are no nodes, or the number that a constant is; none of a collective."""
+def read_constants(node: Node) -> str:
+    """Write the arguments of an operator that are no nodes, or the number that a constant is; none of a collective.
+
+    Texts tell 1 from 1.0, and NaN is equal to itself.
+    """
     if node.op == "get_attr":
         tensor = getattr(node.graph.owning_module, str(node.target))
-        return None if is_fake(tensor) or tensor.numel() > 1 else tensor.tolist()
+        return "" if is_fake(tensor) or tensor.numel() > 1 else repr(tensor.tolist())
     if getattr(node.target, "namespace", "") == "fshard":
-        return None
-    return map_arg((node.args, node.kwargs), lambda source: None)
+        return ""
+    return repr(map_arg((node.args, node.kwargs), lambda source: None))

@@ -1,9 +1,8 @@
 """Types of a step's values over one axis, found from its graph: which agree between ranks, and where they stop."""
 
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from enum import IntEnum
-from types import MappingProxyType
 from typing import Any
 
 from torch.fx import Node
@@ -53,19 +52,6 @@ class Agreement(IntEnum):
     NUMBERED = 7
 
 
-# What collectives bring.
-_RECEIVED: Mapping[str, Agreement] = MappingProxyType(
-    {
-        "all_reduce": Agreement.INVARIANT,
-        "all_gather": Agreement.INVARIANT,
-        "reduce_scatter": Agreement.SHARD,
-        "all_to_all": Agreement.OTHER,
-    }
-)
-# What leaves are, by the role of the axis.
-_STORED: Mapping[str | None, Agreement] = MappingProxyType({"gathered": Agreement.SHARD, "owned": Agreement.OTHER})
-
-
 class ValueTypes:
     """A walk through a graph in the order of its nodes.
 
@@ -108,7 +94,8 @@ class ValueTypes:
 
     def _type_input(self, node: Node, entry: Input) -> Agreement:
         if isinstance(entry.leaf, fs.Sharded):
-            return _STORED.get(entry.leaf.spec.roles.get(self.facts.axis), Agreement.INVARIANT)
+            role = entry.leaf.spec.roles.get(self.facts.axis)
+            return {"gathered": Agreement.SHARD, "owned": Agreement.OTHER}.get(role, Agreement.INVARIANT)
         if not entry.is_batch or not self.facts.varies:
             return Agreement.INVARIANT
         # A number may count batches, or say how they are mixed.
@@ -146,7 +133,8 @@ class ValueTypes:
             return sent
         if collective.label in USERS_SUMS and origin_of(node).phase == "forward":
             self._check_sum(node, source, sent)
-        received = _RECEIVED[collective.op]
+        exchanged = {"reduce_scatter": Agreement.SHARD, "all_to_all": Agreement.OTHER}
+        received = exchanged.get(collective.op, Agreement.INVARIANT)
         if is_direct(node):
             # Ranks have sent each other rows, to which the graph adds this rank's own.
             self.types[source] = received
@@ -176,7 +164,8 @@ class ValueTypes:
         types = self._list_types(node)
         result = max(types)
         if node.target in generators.EFFECTS:
-            self._draws = result if node.target is generators.seed else Agreement.OTHER
+            drawn = max(result, Agreement.DRAWN)
+            self._draws = drawn if node.target is generators.seed else Agreement.OTHER
         if node in self.facts.rank_constants:
             # A view is the piece of a value that a rank takes.
             return max(result, Agreement.OTHER) if graph_nodes.is_view(node) else Agreement.NUMBERED
@@ -184,7 +173,8 @@ class ValueTypes:
         if node.op != "call_function" or graph_nodes.is_view(node) or sends:
             return result
         if graph_nodes.is_random(node):
-            types.append(self._type_draws())
+            # Batches that differ are meant to have draws that differ.
+            types.append(min(self._draws, Agreement.VARYING) if self.facts.varies else self._draws)
         self._check_product(node, types)
         result = max(types)
         if origin_of(node).phase == "backward":
@@ -193,13 +183,6 @@ class ValueTypes:
         if Agreement.TERM in types:
             return self._use_term(node, types)
         return Agreement.TERM if self._makes_term(node, result) else result
-
-    def _type_draws(self) -> Agreement:
-        """Type random numbers by what the generators of ranks draw from."""
-        if self._draws <= Agreement.INVARIANT:
-            return Agreement.DRAWN
-        # Batches that differ are meant to have draws that differ.
-        return min(self._draws, Agreement.VARYING) if self.facts.varies else self._draws
 
     def _makes_term(self, node: Node, result: Agreement) -> bool:
         """Whether an operator makes one value of all of a rank's part of a leaf, or of features."""
@@ -211,8 +194,7 @@ class ValueTypes:
 
     def _use_term(self, node: Node, types: Sequence[Agreement]) -> Agreement:
         """Refuse to compute parts, or means over ranks, from terms that are not summed."""
-        others = [operand for operand in node.all_input_nodes if self.type_of(operand) is not Agreement.TERM]
-        if any(self.types[other] is Agreement.SHARD or self.facts.is_split(other) for other in others):
+        if Agreement.SHARD in types or any(map(self.facts.is_split, node.all_input_nodes)):
             text = "what a rank computes of its own part of a leaf, or of features, changes this part"
             self._report(Mistake.MISSING_SUM, node, f"{text}; sum it over ranks first, as fs.global_norm does")
             return max(each for each in types if each is not Agreement.TERM)
@@ -232,15 +214,15 @@ class ValueTypes:
         if name != "div" or not origin_of(node).is_users or not all(map(is_scalar, operands)):
             return
         varies = min(map(self.type_of, operands)) >= Agreement.VARYING
-        if varies and [self._reads_leaves(operand) for operand in operands] == [True, False]:
+        if varies and [self._reads_state(operand) for operand in operands] == [True, False]:
             text = "this mean has the count of this rank's batch, so that the mean over ranks gives items other weights"
             self._report(Mistake.MEAN_OF_MEANS, node, f'{text}; return (sum, count) with reduce="weighted"')
 
-    def _reads_leaves(self, node: Node) -> bool:
-        """Whether a value is computed from leaves that are Sharded, and not from the batch alone."""
+    def _reads_state(self, node: Node) -> bool:
+        """Whether a value is computed from the state, and not from the batch alone."""
+        inputs = self.facts.inputs
         sources = walk_back(node, lambda operand: True)
-        entries = [self.facts.inputs[source] for source in sources if source in self.facts.inputs]
-        return any(isinstance(entry.leaf, fs.Sharded) for entry in entries)
+        return any(source in inputs and not inputs[source].is_batch for source in sources)
 
 
 def _reads_no_values(node: Node) -> bool:
@@ -285,13 +267,8 @@ def is_over(collective: Collective, axis: fs.Axis) -> bool:
 
 
 def find_mean(wait: Node, size: int) -> Node | None:
-    """Find the division of a sum by the number of ranks, behind views, casts and further sums of the same label."""
-    label = find_wait_source(wait)[0].label
-
-    def list_copies(node: Node) -> list[Node]:
-        return [user for user in node.users if _shows_values(user) or _is_sum(user, label)]
-
-    for node in walk_graph([wait], list_copies):
+    """Find the division of a sum of the user's by the number of ranks, behind views, casts and further such sums."""
+    for node in walk_graph([wait], lambda node: filter(_passes_on, node.users)):
         for user in node.users:
             divisor = user.args[-1]
             # fshard divides by the ranks of several axes at once.
@@ -301,10 +278,11 @@ def find_mean(wait: Node, size: int) -> Node | None:
     return None
 
 
-def _is_sum(node: Node, label: str) -> bool:
-    """Whether a node starts a collective of a label, or waits for one."""
+def _passes_on(node: Node) -> bool:
+    """Whether a node shows the values of another, or sends and receives them for a sum of the user's."""
     collective = graph_nodes.find_collective(node)
-    return graph_nodes.is_wait(node) or (collective is not None and collective.label == label)
+    is_sent = graph_nodes.is_wait(node) or (collective is not None and collective.label in USERS_SUMS)
+    return is_sent or _shows_values(node)
 
 
 def _shows_values(node: Node) -> bool:
