@@ -10,9 +10,9 @@ from torch.fx import Node
 import fshard as fs
 from fshard.ext._compat import MAX_FRAMES, Frame, list_traced_nodes, noting_origins
 from fshard.ext.check.factors import find_wrong_factors
-from fshard.ext.check.graphs import AxisFacts, Input, find_neighbour, list_inputs, pair_nodes, read_constants
+from fshard.ext.check.graphs import AxisFacts, Input, find_neighbour, list_inputs, list_other_constants, pair_nodes
 from fshard.ext.check.losses import find_mixed_types
-from fshard.ext.check.report import Mistake, StepCheck, StepProblem
+from fshard.ext.check.report import StepCheck, StepProblem
 from fshard.ext.check.results import find_differing, find_dropped, list_results
 from fshard.ext.check.values import ValueTypes
 from fshard.extend import (
@@ -111,8 +111,14 @@ class _CheckedCall:
                 runs_alike = runs_alike and bool(neighbour)
                 if neighbour:
                     doubled = self._pair(nodes, {**self._mesh, axis.name: 2 * axis.size}, rank)
-                    own = {node for node, other in neighbour.items() if read_constants(node) != read_constants(other)}
-                    facts = AxisFacts(axis, inputs, own, doubled, axis in varying, self._reduces == {"mean"})
+                    facts = AxisFacts(
+                        axis,
+                        inputs,
+                        rank_constants=list_other_constants(neighbour),
+                        doubled=doubled,
+                        varies=axis in varying,
+                        are_means=self._reduces == {"mean"},
+                    )
                     values = ValueTypes(nodes, facts)
                     self.problems += values.problems
                     self.problems += find_differing(results, values)
@@ -150,7 +156,7 @@ class _CheckedCall:
         for node, entry in inputs.items():
             if entry.is_batch and not node.users:
                 text = "nothing in the step reads this tensor of the batch; use it, or do not pass it."
-                yield StepProblem(Mistake.UNUSED_BATCH, "", entry.path, frames, text)
+                yield StepProblem("unused batch", "", entry.path, frames, text)
 
 
 def _drop_repeated(problems: Sequence[StepProblem]) -> tuple[StepProblem, ...]:
@@ -167,4 +173,4 @@ def _describe_refusal(error: ValueError) -> StepProblem:
     frames = [Frame(each.filename, each.lineno or 0, each.name) for each in stack if is_users_file(each.filename)]
     if is_users_file(stack[-1].filename) or not frames:
         raise error
-    return StepProblem(Mistake.REFUSED, "", "", tuple(frames[::-1][:MAX_FRAMES]), str(error))
+    return StepProblem("refused", "", "", tuple(frames[::-1][:MAX_FRAMES]), str(error))

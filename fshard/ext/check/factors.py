@@ -9,7 +9,7 @@ from torch.fx import Node
 from fshard.comm import Verb
 from fshard.ext._compat import origin_of
 from fshard.ext.check.graphs import name_of, shape_of
-from fshard.ext.check.report import Mistake, StepProblem, frames_of
+from fshard.ext.check.report import StepProblem, frames_of
 from fshard.ext.check.results import Result
 from fshard.ext.check.values import (
     USERS_SUMS,
@@ -43,7 +43,7 @@ def find_wrong_factors(results: Sequence[Result], values: ValueTypes) -> Iterato
             verb = "grows" if grows else "shrinks"
             text = f"{result.path} {verb} with the number of ranks of {axis!r}, by a factor or a sum in this line"
             frames = frames_of(powers.find_origin(result.node))
-            yield StepProblem(Mistake.NUMBER_OF_RANKS, axis, result.path, frames, f"{text}; leave it out.")
+            yield StepProblem("number of ranks", axis, result.path, frames, f"{text}; leave it out.")
 
 
 class _Powers:

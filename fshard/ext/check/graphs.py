@@ -98,7 +98,12 @@ def pair_nodes(nodes: Sequence[Node], others: Sequence[Node]) -> dict[Node, Node
     return {}
 
 
-def read_constants(node: Node) -> str:
+def list_other_constants(pairs: Mapping[Node, Node]) -> set[Node]:
+    """List the nodes whose constants are others in the graph that they are paired with."""
+    return {node for node, other in pairs.items() if _read_constants(node) != _read_constants(other)}
+
+
+def _read_constants(node: Node) -> str:
     """Write the arguments of an operator that are no nodes, or the number that a constant is; none of a collective.
 
     Texts tell 1 from 1.0, and NaN is equal to itself.

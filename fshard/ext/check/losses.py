@@ -8,7 +8,7 @@ import torch
 
 import fshard as fs
 from fshard.ext._compat import find_forward, list_sources
-from fshard.ext.check.report import Mistake, StepProblem
+from fshard.ext.check.report import StepProblem
 from fshard.extend import Misfit, Typed, find_misfits, is_trained, transforms_active, variance_of, walk_graph
 
 # Collectives whose result varies in type, though it agrees in value.
@@ -75,7 +75,7 @@ def _is_opaque(node: Any, axis: fs.Axis) -> bool:
     return hasattr(node, "custom") and axis not in variance_of(node).axes
 
 
-def _describe(misfit: Misfit, path: str, axis: fs.Axis, varies: Callable[[Any], bool]) -> tuple[Mistake, Any, str]:
+def _describe(misfit: Misfit, path: str, axis: fs.Axis, varies: Callable[[Any], bool]) -> tuple[str, Any, str]:
     """Name the mistake of a misfit, the node whose line is to be mended, and what to do."""
     place, settled_by, users = misfit
     name = variance_of(place.node).name
@@ -85,18 +85,18 @@ def _describe(misfit: Misfit, path: str, axis: fs.Axis, varies: Callable[[Any], 
         is_loss = not any(axis in variance_of(user).axes for user in users)
         if name == "psum_invariant" and is_loss:
             text = "the loss of a rank was summed over ranks already; leave this sum out, or use fs.psum for its parts"
-            return Mistake.DOUBLED_SUM, place.node, text
+            return "doubled sum", place.node, text
         text = f'{subject} is used as one that varies; use fs.gather, or fs.pcast(x, axis, to="varying") before'
-        return Mistake.MISSING_CAST, _find_meeting(misfit, varies), text
+        return "missing cast", _find_meeting(misfit, varies), text
     if variance_of(settled_by).name == "pcast":
         text = f"{subject} is cast to one that varies; leave the cast out"
-        return Mistake.SUPERFLUOUS_CAST, settled_by, text
+        return "superfluous cast", settled_by, text
     if name in _UNTYPED:
-        kind = Mistake.MISSING_SUM if any(map(varies, list_sources(place.node))) else Mistake.DOUBLED_SUM
+        kind = "missing sum" if any(map(varies, list_sources(place.node))) else "doubled sum"
         text = f"{subject} in its type is used as one that agrees; use fs.{name}_invariant"
         return kind, place.node, text
     text = f"{subject} is used as one that agrees; sum what is computed from it by fs.psum_invariant"
-    return Mistake.MISSING_SUM, _find_meeting(misfit, varies), text
+    return "missing sum", _find_meeting(misfit, varies), text
 
 
 def _find_meeting(misfit: Misfit, varies: Callable[[Any], bool]) -> Any:

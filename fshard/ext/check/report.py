@@ -2,7 +2,6 @@
 
 import linecache
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, NamedTuple
 
 from torch.fx import Node
@@ -26,39 +25,20 @@ def frames_of(node: Node) -> tuple[Frame, ...]:
     return origin.forward or origin.frames
 
 
-class Mistake(StrEnum):
-    """The kinds of mistakes that a check finds.
-
-    >>> str(Mistake.MISSING_SUM)
-    'missing sum'
-    """
-
-    MISSING_SUM = "missing sum"
-    DOUBLED_SUM = "doubled sum"
-    MISSING_CAST = "missing cast"
-    SUPERFLUOUS_CAST = "superfluous cast"
-    LOCAL_METRIC = "local metric"
-    BUFFER_DIFFERS = "buffer differs"
-    OWN_NUMBER = "rank's own number"
-    MEAN_OF_MEANS = "mean of means"
-    SAME_DRAWS = "same random numbers"
-    NUMBER_OF_RANKS = "number of ranks"
-    UNUSED_BATCH = "unused batch"
-    REFUSED = "refused"
-
-
 class StepProblem(NamedTuple):
     """One mistake in a step.
 
     Attributes:
-        kind: The kind of mistake.
+        kind: The kind of mistake: "missing sum", "doubled sum", "missing cast", "superfluous cast", "local metric",
+            "buffer differs", "rank's own number", "mean of means", "same random numbers", "number of ranks",
+            "unused batch" or "refused".
         axis: The axis whose ranks it concerns; empty if it concerns none.
         path: The leaf of the state, or of the result, that is wrong; empty if it is none.
         frames: Lines of the user's program, the innermost first; the first is the line to mend.
         text: What is wrong, and what to do.
     """
 
-    kind: Mistake
+    kind: str
     axis: str
     path: str
     frames: tuple[Frame, ...]

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from fshard.ext._compat import origin_of
 from fshard.ext.check.graphs import is_number
-from fshard.ext.check.report import Mistake, StepProblem, frames_of
+from fshard.ext.check.report import StepProblem, frames_of
 from fshard.ext.check.values import Agreement, ValueTypes, walk_back
 from fshard.extend import Traced, flatten, graph_nodes, unflatten
 
@@ -17,15 +17,15 @@ _VARYING = (Agreement.VARYING, Agreement.NUMBERED)
 _DIFFERENT = (Agreement.SHARD, Agreement.TERM, *_VARYING)
 # The types that a leaf may not have, by what the axis is to it.
 _REFUSED: Mapping[str | None, Collection[Agreement]] = MappingProxyType({"owned": (), "gathered": _VARYING})
-_TEXTS: Mapping[Mistake, str] = MappingProxyType(
+_TEXTS: Mapping[str, str] = MappingProxyType(
     {
-        Mistake.MISSING_SUM: (
+        "missing sum": (
             "this leaf is computed of a gradient, or of another value, that ranks have not reduced; use "
             "fs.value_and_grad, fs.scatter_grads, or a sum such as fs.psum_invariant."
         ),
-        Mistake.BUFFER_DIFFERS: "ranks put different values into the state; use fs.pmean, or fs.sync_buffers.",
-        Mistake.LOCAL_METRIC: "each rank returns a number of its own batch; return fs.pmean of it.",
-        Mistake.OWN_NUMBER: "the rank's coordinate makes a value differ on which ranks have to agree; leave it out.",
+        "buffer differs": "ranks put different values into the state; use fs.pmean, or fs.sync_buffers.",
+        "local metric": "each rank returns a number of its own batch; return fs.pmean of it.",
+        "rank's own number": "the rank's coordinate makes a value differ on which ranks have to agree; leave it out.",
     }
 )
 
@@ -70,24 +70,24 @@ def find_dropped(nodes: Sequence[Node], results: Sequence[Result]) -> Iterator[S
                 text = (
                     "the step makes a new value of this leaf and returns the old one; put the new one into the state."
                 )
-                yield StepProblem(Mistake.BUFFER_DIFFERS, "", kept.pop(source).path, frames_of(node), text)
+                yield StepProblem("buffer differs", "", kept.pop(source).path, frames_of(node), text)
 
 
 def find_differing(results: Sequence[Result], values: ValueTypes) -> Iterator[StepProblem]:
     """Find the results on which the ranks of an axis have to agree, and do not."""
     axis = values.facts.axis
     # Where ranks share a batch, or terms of a sum are refused, terms that are returned are no problem of their own.
-    are_terms_known = not values.facts.varies or any(each.kind is Mistake.MISSING_SUM for each in values.problems)
+    are_terms_known = not values.facts.varies or any(each.kind == "missing sum" for each in values.problems)
     for result in results:
-        kind = Mistake.BUFFER_DIFFERS if result.is_state else Mistake.LOCAL_METRIC
+        kind = "buffer differs" if result.is_state else "local metric"
         refused: Collection[Agreement] = _DIFFERENT if result.is_state or is_number(result.node) else ()
         if result.spec is not None:
-            kind = Mistake.MISSING_SUM
+            kind = "missing sum"
             refused = _REFUSED.get(result.spec.roles.get(axis), _DIFFERENT)
         agreement = values.type_of(result.node)
         is_known = agreement is Agreement.TERM and are_terms_known
         if agreement in refused and not is_known:
-            kind = Mistake.OWN_NUMBER if agreement is Agreement.NUMBERED else kind
+            kind = "rank's own number" if agreement is Agreement.NUMBERED else kind
             frames = frames_of(_find_source(result.node, values))
             yield StepProblem(kind, axis.name, result.path, frames, _TEXTS[kind])
 

@@ -12,7 +12,7 @@ import fshard as fs
 from fshard.comm import Collective
 from fshard.ext._compat import origin_of
 from fshard.ext.check.graphs import AxisFacts, Input, is_number, is_scalar, name_of
-from fshard.ext.check.report import Mistake, StepProblem, frames_of
+from fshard.ext.check.report import StepProblem, frames_of
 from fshard.extend import generators, graph_nodes, walk_graph
 
 # Where an operator that starts a collective says whether ranks send each other rows, counted from its last argument.
@@ -121,7 +121,7 @@ class ValueTypes:
             written = max(self._list_types(node, number % count)) if count else self.types[node]
             self._written |= dict.fromkeys(self._storages[target], written)
 
-    def _report(self, kind: Mistake, node: Node, text: str) -> None:
+    def _report(self, kind: str, node: Node, text: str) -> None:
         problem = StepProblem(kind, self.facts.axis.name, "", frames_of(node), f"{text}.")
         self.problems.append(problem)
 
@@ -149,16 +149,16 @@ class ValueTypes:
             text = f"ranks agree on this value already, so that its sum is {size} times too large; leave the sum out"
             # Where an objective sums it again, the sum inside of the loss is wrong.
             inner = max(node, shown, key=lambda each: len(frames_of(each)))
-            self._report(Mistake.DOUBLED_SUM, inner, text)
+            self._report("doubled sum", inner, text)
         elif sent is Agreement.SHARD:
             text = "ranks hold other elements of this leaf, so that their sum mixes elements; leave the sum out"
-            self._report(Mistake.DOUBLED_SUM, node, text)
+            self._report("doubled sum", node, text)
         elif averages and name in _MATRIX_PRODUCTS and self._makes_term(shown, max(self._list_types(shown))):
             text = f"each rank has a part of this product, so that their mean is {size} times too small; take their sum"
-            self._report(Mistake.NUMBER_OF_RANKS, node, text)
+            self._report("number of ranks", node, text)
         elif averages and name in _NONLINEAR and is_number(source):
             text = "the mean over ranks of a function that is not linear is not that of their mean"
-            self._report(Mistake.MEAN_OF_MEANS, node, f"{text}; take the mean over ranks first")
+            self._report("mean of means", node, f"{text}; take the mean over ranks first")
 
     def _compute(self, node: Node) -> Agreement:
         types = self._list_types(node)
@@ -196,11 +196,11 @@ class ValueTypes:
         """Refuse to compute parts, or means over ranks, from terms that are not summed."""
         if Agreement.SHARD in types or any(map(self.facts.is_split, node.all_input_nodes)):
             text = "what a rank computes of its own part of a leaf, or of features, changes this part"
-            self._report(Mistake.MISSING_SUM, node, f"{text}; sum it over ranks first, as fs.global_norm does")
+            self._report("missing sum", node, f"{text}; sum it over ranks first, as fs.global_norm does")
             return max(each for each in types if each is not Agreement.TERM)
         if self.facts.are_means and max(types) >= Agreement.VARYING:
             text = "a number of this rank's shards meets one of its batch, and the mean over ranks divides both"
-            self._report(Mistake.MISSING_SUM, node, f"{text}; compute it of leaves that are gathered")
+            self._report("missing sum", node, f"{text}; compute it of leaves that are gathered")
         return max(types)
 
     def _check_product(self, node: Node, types: Sequence[Agreement]) -> None:
@@ -209,14 +209,14 @@ class ValueTypes:
         may_mix = name in ("mul", "div", "where") or graph_nodes.is_random(node)
         if may_mix and Agreement.DRAWN in types and max(types) >= Agreement.VARYING:
             text = "ranks draw equal random numbers for different batches; fold the axis into the key by fs.fold_in"
-            self._report(Mistake.SAME_DRAWS, node, f"{text}(key, axis)")
+            self._report("same random numbers", node, f"{text}(key, axis)")
         operands = node.all_input_nodes
         if name != "div" or not origin_of(node).is_users or not all(map(is_scalar, operands)):
             return
         varies = min(map(self.type_of, operands)) >= Agreement.VARYING
         if varies and [self._reads_state(operand) for operand in operands] == [True, False]:
             text = "this mean has the count of this rank's batch, so that the mean over ranks gives items other weights"
-            self._report(Mistake.MEAN_OF_MEANS, node, f'{text}; return (sum, count) with reduce="weighted"')
+            self._report("mean of means", node, f'{text}; return (sum, count) with reduce="weighted"')
 
     def _reads_state(self, node: Node) -> bool:
         """Whether a value is computed from the state, and not from the batch alone."""

@@ -53,7 +53,7 @@ class Mistake(NamedTuple):
 
     def judge(self, report: Any) -> "Outcome":
         """Compare a report with the row."""
-        kinds = {problem.kind.value for problem in report.problems}
+        kinds = {problem.kind for problem in report.problems}
         places = {
             (Path(problem.frames[0].file), problem.frames[0].line) for problem in report.problems if problem.frames
         }
