@@ -3,6 +3,7 @@
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch.fx import Node
@@ -83,7 +84,7 @@ class _CheckedCall:
         self.problems: list[StepProblem] = []
         # The user's own decorators stay.
         self._step = inspect.unwrap(step, stop=lambda function: not isinstance(function, Jitted))
-        self._args = args
+        self._lay_out = partial(lay_out_call, self._step, args, backend="nccl", api_name="check")
         self._mesh = mesh
         # Of the losses that the step differentiates, the axes, and how they are reduced over these.
         self._loss_axes: set[fs.Axis] = set()
@@ -93,14 +94,14 @@ class _CheckedCall:
 
     def find_problems(self, rank: int) -> None:
         """Find the mistakes in a rank's losses, and in the values of its graph over each axis."""
-        with lay_out_call(self._step, self._args, self._mesh, rank, "nccl", "check") as args:
+        with self._lay_out(self._mesh, rank) as args:
             flat = flatten(args)
             with noting_origins(), setting(OBSERVED, self._observe):
                 traced = self._trace(args)
             nodes = list(traced.module.graph.nodes)
             inputs = list_inputs(nodes, traced, flat, len(flatten(args[0]).leaves))
             results = list_results(traced, args[0])
-            self.problems += find_dropped(nodes, results)
+            self.problems += find_dropped(results)
             # Without losses batches differ where gradients are reduced.
             varying = self._loss_axes or {axis for spec in flat.specs for axis in spec.scattered_axes}
             runs_alike = True
@@ -130,9 +131,9 @@ class _CheckedCall:
         """Check a loss before the step differentiates it."""
         self._loss_axes.update(axes)
         self._reduces.add(options.reduce)
-        before = set(list_traced_nodes())
+        count = len(list_traced_nodes())
         self.problems += find_mixed_types(functions[0], flat, axes)
-        self._extra_nodes.update(set(list_traced_nodes()) - before)
+        self._extra_nodes.update(list_traced_nodes()[count:])
 
     def _trace(self, args: tuple[Any, ...]) -> Traced:
         traced = trace(flatten((args, {})), lambda *args: self._step(*args))
@@ -144,7 +145,7 @@ class _CheckedCall:
     def _pair(self, nodes: Sequence[Node], mesh: Mapping[str, int], rank: int) -> Mapping[Node, Node]:
         """Pair nodes with those in the graph of another rank or mesh; none if the step does not allow it."""
         try:
-            with lay_out_call(self._step, self._args, mesh, rank, "nccl", "check") as args:
+            with self._lay_out(mesh, rank) as args:
                 return pair_nodes(nodes, list(self._trace(args).module.graph.nodes))
         except (ValueError, RuntimeError):
             return {}

@@ -107,7 +107,7 @@ class _Powers:
 
     def _receive(self, node: Node, power: float) -> float:
         """Add one for a sum of the user's, but for a mean of fshard's, or where its terms are parts."""
-        collective, source = find_wait_source(node)
+        collective, source, _ = find_wait_source(node)
         is_part = self._types[source] in (Agreement.SHARD, Agreement.TERM)
         if is_part or not is_over(collective, self._facts.axis):
             return power

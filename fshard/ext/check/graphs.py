@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -83,9 +84,9 @@ def list_inputs(nodes: Sequence[Node], traced: Traced, flat: Any, state_leaves: 
 
 def find_neighbour(mesh: Mapping[str, int], rank: int, axis: fs.Axis) -> int:
     """Find the number of another rank on an axis."""
-    position = list(mesh).index(axis.name)
-    stride = math.prod(list(mesh.values())[position + 1 :])
-    return rank - stride if rank // stride % axis.size else rank + stride
+    ranks = torch.arange(math.prod(mesh.values())).view(*mesh.values())
+    neighbours = ranks.roll(-1, list(mesh).index(axis.name))
+    return int(neighbours.flatten()[rank])
 
 
 def pair_nodes(nodes: Sequence[Node], others: Sequence[Node]) -> dict[Node, Node]:

@@ -4,11 +4,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
 from torch.fx import Node
 
 from fshard.ext._compat import origin_of
-from fshard.ext.check.graphs import is_number
+from fshard.ext.check.graphs import is_number, name_of
 from fshard.ext.check.report import StepProblem, frames_of
 from fshard.ext.check.values import Agreement, ValueTypes, walk_back
 from fshard.extend import Traced, flatten, graph_nodes, unflatten
@@ -60,17 +59,19 @@ def list_results(traced: Traced, state: Any) -> list[Result]:
     return results
 
 
-def find_dropped(nodes: Sequence[Node], results: Sequence[Result]) -> Iterator[StepProblem]:
+def find_dropped(results: Sequence[Result]) -> Iterator[StepProblem]:
     """Find state of which a new value is made, such as a running mean, while the step returns the old one."""
-    kept = {result.node: result for result in results if result.is_state and result.node.op == "placeholder"}
-    for node in nodes:
-        for target in graph_nodes.find_write_targets(node):
-            source: Any = target.args[0] if target.target is torch.ops.aten.clone.default else None
-            if source in kept:
+    for result in results:
+        if not result.is_state or result.node.op != "placeholder":
+            continue
+        for copy in result.node.users:
+            writers = [user for user in copy.users if copy in graph_nodes.find_write_targets(user)]
+            if writers and name_of(copy) == "clone":
                 text = (
                     "the step makes a new value of this leaf and returns the old one; put the new one into the state."
                 )
-                yield StepProblem("buffer differs", "", kept.pop(source).path, frames_of(node), text)
+                yield StepProblem("buffer differs", "", result.path, frames_of(writers[0]), text)
+                break
 
 
 def find_differing(results: Sequence[Result], values: ValueTypes) -> Iterator[StepProblem]:

@@ -15,8 +15,6 @@ from fshard.ext.check.graphs import AxisFacts, Input, is_number, is_scalar, name
 from fshard.ext.check.report import StepProblem, frames_of
 from fshard.extend import generators, graph_nodes, walk_graph
 
-# Where an operator that starts a collective says whether ranks send each other rows, counted from its last argument.
-_IS_DIRECT = -5
 # Sums that users ask for. A sum that fshard makes of equal terms is divided by their number.
 USERS_SUMS = ("psum", "psum_invariant")
 # Of a dim that is split, these make a term of a sum over ranks. Of a product the mean over ranks is never meant.
@@ -127,7 +125,7 @@ class ValueTypes:
 
     def _receive(self, node: Node) -> Agreement:
         """Type what a collective has brought, and refuse a sum of what is equal already."""
-        collective, source = find_wait_source(node)
+        collective, source, is_direct = find_wait_source(node)
         sent = self.type_of(source)
         if not is_over(collective, self.facts.axis):
             return sent
@@ -135,7 +133,7 @@ class ValueTypes:
             self._check_sum(node, source, sent)
         exchanged = {"reduce_scatter": Agreement.SHARD, "all_to_all": Agreement.OTHER}
         received = exchanged.get(collective.op, Agreement.INVARIANT)
-        if is_direct(node):
+        if is_direct:
             # Ranks have sent each other rows, to which the graph adds this rank's own.
             self.types[source] = received
         return received
@@ -246,19 +244,14 @@ def _find_write_targets(node: Node) -> list[Node]:
     return targets
 
 
-def find_wait_source(node: Node) -> tuple[Collective, Node]:
-    """Find the collective that a node waits for, and the operand of it."""
+def find_wait_source(node: Node) -> tuple[Collective, Node, bool]:
+    """Find the collective that a node waits for, the operand of it, and whether the graph adds up rows of ranks."""
     buffer: Any = node.args[0]
     start, index = buffer.args
     collective = graph_nodes.find_collective(start)
     assert collective is not None
-    return collective, start.args[0][index]
-
-
-def is_direct(wait: Node) -> bool:
-    """Whether ranks have sent each other rows, which the graph adds up itself."""
-    start: Any = wait.args[0]
-    return bool(start.args[0].args[_IS_DIRECT])
+    tensors, *_, is_direct, _, _, _, _ = start.args
+    return collective, tensors[index], is_direct
 
 
 def is_over(collective: Collective, axis: fs.Axis) -> bool:
