@@ -57,17 +57,14 @@ def find_mixed_types(function: Callable[[Any], Any], flat: Any, axes: Sequence[f
 def _varies(start: Any, ends: Mapping[Any, Any], axis: fs.Axis) -> bool:
     """Whether a value varies, as the leaves and the results of collectives say that it is computed from."""
 
-    def behind(node: Any) -> Sequence[Any]:
-        is_end = node in ends or axis in variance_of(node).axes
-        return () if is_end else list_sources(node)
-
-    for node in walk_graph([start], behind):
+    def settle(node: Any) -> bool | None:
+        """Tell whether a leaf, or the result of a collective, varies; None of nodes that pass types on."""
+        if node in ends:
+            return ends[node][1].dim_of(axis) is not None
         variance = variance_of(node)
-        if node in ends and ends[node][1].dim_of(axis) is not None:
-            return True
-        if axis in variance.axes and variance.result_varies(axis, 0):
-            return True
-    return False
+        return variance.result_varies(axis, 0) if axis in variance.axes else None
+
+    return any(map(settle, walk_graph([start], lambda node: list_sources(node) if settle(node) is None else ())))
 
 
 def _is_opaque(node: Any, axis: fs.Axis) -> bool:
