@@ -11,7 +11,7 @@ from torch.fx import Node
 import fshard as fs
 from fshard.ext._compat import MAX_FRAMES, Frame, list_traced_nodes, noting_origins
 from fshard.ext.check.factors import find_wrong_factors
-from fshard.ext.check.graphs import AxisFacts, Input, find_neighbour, list_inputs, list_other_constants, pair_nodes
+from fshard.ext.check.graphs import Input, find_neighbour, list_inputs, list_other_constants, pair_nodes
 from fshard.ext.check.losses import find_mixed_types
 from fshard.ext.check.report import StepCheck, StepProblem
 from fshard.ext.check.results import find_differing, find_dropped, list_results
@@ -111,16 +111,15 @@ class _CheckedCall:
                 neighbour = self._pair(nodes, self._mesh, find_neighbour(self._mesh, rank, axis))
                 runs_alike = runs_alike and bool(neighbour)
                 if neighbour:
-                    doubled = self._pair(nodes, {**self._mesh, axis.name: 2 * axis.size}, rank)
-                    facts = AxisFacts(
+                    values = ValueTypes(
+                        nodes,
                         axis,
                         inputs,
                         rank_constants=list_other_constants(neighbour),
-                        doubled=doubled,
+                        doubled=self._pair(nodes, {**self._mesh, axis.name: 2 * axis.size}, rank),
                         varies=axis in varying,
                         are_means=self._reduces == {"mean"},
                     )
-                    values = ValueTypes(nodes, facts)
                     self.problems += values.problems
                     self.problems += find_differing(results, values)
                     self.problems += find_wrong_factors(results, values)
@@ -136,7 +135,7 @@ class _CheckedCall:
         self._extra_nodes.update(list_traced_nodes()[count:])
 
     def _trace(self, args: tuple[Any, ...]) -> Traced:
-        traced = trace(flatten((args, {})), lambda *args: self._step(*args))
+        traced = trace(flatten((args, {})), self._step)
         graph = traced.module.graph
         graph.eliminate_dead_code(lambda node: node not in self._extra_nodes)
         fold_views_and_remove_dead_nodes(graph)

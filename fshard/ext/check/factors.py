@@ -32,10 +32,10 @@ def find_wrong_factors(results: Sequence[Result], values: ValueTypes) -> Iterato
         results: The results.
         values: The types of the graph's values.
     """
-    if not values.facts.varies or not values.facts.doubled:
+    if not values.varies or not values.doubled:
         return
     powers = _Powers(values)
-    axis = values.facts.axis.name
+    axis = values.axis.name
     for result in results:
         power = powers.of[result.node]
         grows = power > 0 and not result.is_state and not powers.items[result.node]
@@ -59,8 +59,7 @@ class _Powers:
     def __init__(self, values: ValueTypes) -> None:
         self.of: dict[Node, float] = {}
         self.items: dict[Node, int] = {}
-        self._types = values.types
-        self._facts = values.facts
+        self._values = values
         for node in values.types:
             self.of[node] = self._find_power(node, [self.of[operand] for operand in node.all_input_nodes])
             self.items[node] = self._count_items(node)
@@ -76,7 +75,7 @@ class _Powers:
         name = name_of(node)
         # Losses whose third or fourth argument is 2 add up rows.
         adds_up = name == "sum" or ("loss" in name and 2 in node.args[2:4])
-        if adds_up and self._types[node] >= Agreement.VARYING:
+        if adds_up and self._values.types[node] >= Agreement.VARYING:
             count = math.prod(shape_of(sources[0])) // max(1, math.prod(shape_of(node)))
         return 0 if name == "div" and node.args[1] == count else count
 
@@ -100,7 +99,7 @@ class _Powers:
         """Find the power in a constant factor of the user's."""
         number: Any
         other: Any
-        number, other = node.args[-1], self._facts.doubled[node].args[-1]
+        number, other = node.args[-1], self._values.doubled[node].args[-1]
         if not origin_of(node).is_users or isinstance(number, Node) or not number:
             return 0.0
         return {2.0: 1.0, 0.5: -1.0}.get(other / number, 0.0)
@@ -108,13 +107,13 @@ class _Powers:
     def _receive(self, node: Node, power: float) -> float:
         """Add one for a sum of the user's, but for a mean of fshard's, or where its terms are parts."""
         collective, source, _ = find_wait_source(node)
-        is_part = self._types[source] in (Agreement.SHARD, Agreement.TERM)
-        if is_part or not is_over(collective, self._facts.axis):
+        is_part = self._values.types[source] in (Agreement.SHARD, Agreement.TERM)
+        if is_part or not is_over(collective, self._values.axis):
             return power
         if collective.label in USERS_SUMS:
-            mean = find_mean(node, self._facts.axis.size)
+            mean = find_mean(node, self._values.axis.size)
             return power + (mean is None or origin_of(mean).is_users)
-        if collective.label in (Verb.OBJECTIVE, Verb.SCATTER) and not self._facts.are_means:
+        if collective.label in (Verb.OBJECTIVE, Verb.SCATTER) and not self._values.are_means:
             # A sum over ranks is what users have divided for.
             return 0.0 if power < 0 else math.nan
         return power

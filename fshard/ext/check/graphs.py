@@ -1,7 +1,9 @@
 """The graph of a step beside those of other ranks and of twice as many, compared operator by operator."""
 
 import math
+import operator
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,10 +31,12 @@ class Input(NamedTuple):
     is_batch: bool
 
 
-class AxisFacts(NamedTuple):
-    """What is known of a graph over one axis before its values are typed.
+@dataclass(eq=False)
+class AxisGraph:
+    """The graph of a step, and what is known of it over one axis before its values are typed.
 
     Attributes:
+        nodes: The nodes.
         axis: The axis.
         inputs: The arguments of the graph.
         rank_constants: Nodes whose constants are others on a neighbour.
@@ -41,6 +45,7 @@ class AxisFacts(NamedTuple):
         are_means: Whether all losses that the step differentiates are means over ranks.
     """
 
+    nodes: Sequence[Node]
     axis: fs.Axis
     inputs: Mapping[Node, Input]
     rank_constants: Collection[Node]
@@ -50,8 +55,8 @@ class AxisFacts(NamedTuple):
 
     def is_split(self, node: Node) -> bool:
         """Whether a dim of a value is shorter on twice as many ranks."""
-        other = self.doubled.get(node, node)
-        return any(there < here for here, there in zip(shape_of(node), shape_of(other), strict=False))
+        there = shape_of(self.doubled.get(node, node))
+        return any(map(operator.lt, there, shape_of(node)))
 
 
 def shape_of(node: Node) -> Sequence[int]:
@@ -109,9 +114,10 @@ def _read_constants(node: Node) -> str:
 
     Texts tell 1 from 1.0, and NaN is equal to itself.
     """
+    constants: Any = map_arg((node.args, node.kwargs), lambda source: None)
     if node.op == "get_attr":
         tensor = getattr(node.graph.owning_module, str(node.target))
-        return "" if is_fake(tensor) or tensor.numel() > 1 else repr(tensor.tolist())
+        constants = None if is_fake(tensor) or tensor.numel() > 1 else tensor.tolist()
     if getattr(node.target, "namespace", "") == "fshard":
-        return ""
-    return repr(map_arg((node.args, node.kwargs), lambda source: None))
+        constants = None
+    return repr(constants)

@@ -76,9 +76,9 @@ def find_dropped(results: Sequence[Result]) -> Iterator[StepProblem]:
 
 def find_differing(results: Sequence[Result], values: ValueTypes) -> Iterator[StepProblem]:
     """Find the results on which the ranks of an axis have to agree, and do not."""
-    axis = values.facts.axis
+    axis = values.axis
     # Where ranks share a batch, or terms of a sum are refused, terms that are returned are no problem of their own.
-    are_terms_known = not values.facts.varies or any(each.kind == "missing sum" for each in values.problems)
+    are_terms_known = not values.varies or any(each.kind == "missing sum" for each in values.problems)
     for result in results:
         kind = "buffer differs" if result.is_state else "local metric"
         refused: Collection[Agreement] = _DIFFERENT if result.is_state or is_number(result.node) else ()

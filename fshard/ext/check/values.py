@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.fx.node import map_arg
 import fshard as fs
 from fshard.comm import Collective
 from fshard.ext._compat import origin_of
-from fshard.ext.check.graphs import AxisFacts, Input, is_number, is_scalar, name_of
+from fshard.ext.check.graphs import AxisGraph, Input, is_number, is_scalar, name_of
 from fshard.ext.check.report import StepProblem, frames_of
 from fshard.extend import generators, graph_nodes, walk_graph
 
@@ -50,25 +51,24 @@ class Agreement(IntEnum):
     NUMBERED = 7
 
 
-class ValueTypes:
+@dataclass(eq=False)
+class ValueTypes(AxisGraph):
     """A walk through a graph in the order of its nodes.
 
     Attributes:
-        facts: What is known of the graph.
         types: The type of each node's result.
         problems: Mistakes in collectives and operators.
     """
 
-    def __init__(self, nodes: Sequence[Node], facts: AxisFacts) -> None:
+    def __post_init__(self) -> None:
         """Type all nodes."""
         self.types: dict[Node, Agreement] = {}
         self.problems: list[StepProblem] = []
-        self.facts = facts
-        self._storages = graph_nodes.find_storages(nodes)
+        self._storages = graph_nodes.find_storages(self.nodes)
         self._written: dict[Hashable, Agreement] = {}
         # What the generators of ranks draw from, which nobody knows without a key.
         self._draws = Agreement.OTHER
-        for node in nodes:
+        for node in self.nodes:
             self.types[node] = self._visit(node)
             self._follow_writes(node)
 
@@ -79,7 +79,7 @@ class ValueTypes:
 
     def _visit(self, node: Node) -> Agreement:
         """Type a result."""
-        entry = self.facts.inputs.get(node)
+        entry = self.inputs.get(node)
         if entry is not None:
             return self._type_input(node, entry)
         if graph_nodes.is_wait(node):
@@ -92,9 +92,9 @@ class ValueTypes:
 
     def _type_input(self, node: Node, entry: Input) -> Agreement:
         if isinstance(entry.leaf, fs.Sharded):
-            role = entry.leaf.spec.roles.get(self.facts.axis)
+            role: Any = entry.leaf.spec.roles.get(self.axis)
             return {"gathered": Agreement.SHARD, "owned": Agreement.OTHER}.get(role, Agreement.INVARIANT)
-        if not entry.is_batch or not self.facts.varies:
+        if not entry.is_batch or not self.varies:
             return Agreement.INVARIANT
         # A number may count batches, or say how they are mixed.
         return Agreement.OTHER if is_scalar(node) else Agreement.VARYING
@@ -120,14 +120,14 @@ class ValueTypes:
             self._written |= dict.fromkeys(self._storages[target], written)
 
     def _report(self, kind: str, node: Node, text: str) -> None:
-        problem = StepProblem(kind, self.facts.axis.name, "", frames_of(node), f"{text}.")
+        problem = StepProblem(kind, self.axis.name, "", frames_of(node), f"{text}.")
         self.problems.append(problem)
 
     def _receive(self, node: Node) -> Agreement:
         """Type what a collective has brought, and refuse a sum of what is equal already."""
         collective, source, is_direct = find_wait_source(node)
         sent = self.type_of(source)
-        if not is_over(collective, self.facts.axis):
+        if not is_over(collective, self.axis):
             return sent
         if collective.label in USERS_SUMS and origin_of(node).phase == "forward":
             self._check_sum(node, source, sent)
@@ -139,7 +139,7 @@ class ValueTypes:
         return received
 
     def _check_sum(self, node: Node, source: Node, sent: Agreement) -> None:
-        size = self.facts.axis.size
+        size = self.axis.size
         averages = find_mean(node, size) is not None
         shown = skip_views(source)
         name = name_of(shown)
@@ -164,7 +164,7 @@ class ValueTypes:
         if node.target in generators.EFFECTS:
             drawn = max(result, Agreement.DRAWN)
             self._draws = drawn if node.target is generators.seed else Agreement.OTHER
-        if node in self.facts.rank_constants:
+        if node in self.rank_constants:
             # A view is the piece of a value that a rank takes.
             return max(result, Agreement.OTHER) if graph_nodes.is_view(node) else Agreement.NUMBERED
         sends = graph_nodes.find_collective(node) is not None
@@ -172,7 +172,7 @@ class ValueTypes:
             return result
         if graph_nodes.is_random(node):
             # Batches that differ are meant to have draws that differ.
-            types.append(min(self._draws, Agreement.VARYING) if self.facts.varies else self._draws)
+            types.append(min(self._draws, Agreement.VARYING) if self.varies else self._draws)
         self._check_product(node, types)
         result = max(types)
         if origin_of(node).phase == "backward":
@@ -186,17 +186,17 @@ class ValueTypes:
         """Whether an operator makes one value of all of a rank's part of a leaf, or of features."""
         if result > Agreement.OTHER:
             return False
-        if name_of(node) in _REDUCTIONS and any(map(self.facts.is_split, node.all_input_nodes)):
-            return not self.facts.is_split(node)
+        if name_of(node) in _REDUCTIONS and any(map(self.is_split, node.all_input_nodes)):
+            return not self.is_split(node)
         return result is Agreement.SHARD and is_scalar(node)
 
     def _use_term(self, node: Node, types: Sequence[Agreement]) -> Agreement:
         """Refuse to compute parts, or means over ranks, from terms that are not summed."""
-        if Agreement.SHARD in types or any(map(self.facts.is_split, node.all_input_nodes)):
+        if Agreement.SHARD in types or any(map(self.is_split, node.all_input_nodes)):
             text = "what a rank computes of its own part of a leaf, or of features, changes this part"
             self._report("missing sum", node, f"{text}; sum it over ranks first, as fs.global_norm does")
             return max(each for each in types if each is not Agreement.TERM)
-        if self.facts.are_means and max(types) >= Agreement.VARYING:
+        if self.are_means and max(types) >= Agreement.VARYING:
             text = "a number of this rank's shards meets one of its batch, and the mean over ranks divides both"
             self._report("missing sum", node, f"{text}; compute it of leaves that are gathered")
         return max(types)
@@ -218,9 +218,8 @@ class ValueTypes:
 
     def _reads_state(self, node: Node) -> bool:
         """Whether a value is computed from the state, and not from the batch alone."""
-        inputs = self.facts.inputs
         sources = walk_back(node, lambda operand: True)
-        return any(source in inputs and not inputs[source].is_batch for source in sources)
+        return any(source in self.inputs and not self.inputs[source].is_batch for source in sources)
 
 
 def _reads_no_values(node: Node) -> bool:
