@@ -17,7 +17,6 @@ from fshard.ext.check.values import (
     ValueTypes,
     find_mean,
     find_wait_source,
-    is_over,
     walk_back,
 )
 from fshard.extend import graph_nodes
@@ -106,14 +105,13 @@ class _Powers:
 
     def _receive(self, node: Node, power: float) -> float:
         """Add one for a sum of the user's, but for a mean of fshard's, or where its terms are parts."""
-        collective, source, _ = find_wait_source(node)
-        is_part = self._values.types[source] in (Agreement.SHARD, Agreement.TERM)
-        if is_part or not is_over(collective, self._values.axis):
+        collective, source, _ = find_wait_source(node, self._values.axis)
+        if collective is None or self._values.types[source] in (Agreement.SHARD, Agreement.TERM):
             return power
         if collective.label in USERS_SUMS:
             mean = find_mean(node, self._values.axis.size)
             return power + (mean is None or origin_of(mean).is_users)
         if collective.label in (Verb.OBJECTIVE, Verb.SCATTER) and not self._values.are_means:
-            # A sum over ranks is what users have divided for.
-            return 0.0 if power < 0 else math.nan
+            # A sum over ranks may be what users have divided for, or what is to grow.
+            return math.nan
         return power

@@ -60,18 +60,13 @@ class AxisGraph:
 
 
 def shape_of(node: Node) -> Sequence[int]:
-    """Return the shape of a value; that of a number if it is no tensor."""
-    return getattr(node.meta.get("val"), "shape", ())
+    """Return the shape of a value; of what is no tensor, such as a list, one without elements."""
+    return getattr(node.meta.get("val"), "shape", (0,))
 
 
 def is_number(node: Node) -> bool:
     """Whether a value has one element."""
     return math.prod(shape_of(node)) == 1
-
-
-def is_scalar(node: Node) -> bool:
-    """Whether a value is a tensor without dims."""
-    return getattr(node.meta.get("val"), "shape", None) == ()
 
 
 def name_of(node: Node) -> str:

@@ -1,6 +1,6 @@
 """What a step returns: leaves, buffers and metrics on which ranks have to agree, and where they stopped to agree."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,10 +12,6 @@ from fshard.ext.check.report import StepProblem, frames_of
 from fshard.ext.check.values import Agreement, ValueTypes, walk_back
 from fshard.extend import Traced, flatten, graph_nodes, unflatten
 
-_VARYING = (Agreement.VARYING, Agreement.NUMBERED)
-_DIFFERENT = (Agreement.SHARD, Agreement.TERM, *_VARYING)
-# The types that a leaf may not have, by what the axis is to it.
-_REFUSED: Mapping[str | None, Collection[Agreement]] = MappingProxyType({"owned": (), "gathered": _VARYING})
 _TEXTS: Mapping[str, str] = MappingProxyType(
     {
         "missing sum": (
@@ -81,13 +77,17 @@ def find_differing(results: Sequence[Result], values: ValueTypes) -> Iterator[St
     are_terms_known = not values.varies or any(each.kind == "missing sum" for each in values.problems)
     for result in results:
         kind = "buffer differs" if result.is_state else "local metric"
-        refused: Collection[Agreement] = _DIFFERENT if result.is_state or is_number(result.node) else ()
+        is_compared = result.is_state or is_number(result.node)
+        may_be_part = False
         if result.spec is not None:
             kind = "missing sum"
-            refused = _REFUSED.get(result.spec.roles.get(axis), _DIFFERENT)
+            role = result.spec.roles.get(axis)
+            is_compared = role != "owned"
+            may_be_part = role == "gathered"
         agreement = values.type_of(result.node)
-        is_known = agreement is Agreement.TERM and are_terms_known
-        if agreement in refused and not is_known:
+        is_part = agreement is Agreement.SHARD or (agreement is Agreement.TERM and not are_terms_known)
+        differs = agreement >= Agreement.VARYING or (is_part and not may_be_part)
+        if is_compared and differs:
             kind = "rank's own number" if agreement is Agreement.NUMBERED else kind
             frames = frames_of(_find_source(result.node, values))
             yield StepProblem(kind, axis.name, result.path, frames, _TEXTS[kind])

@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 import fshard as fs
 from fshard.comm import Collective
 from fshard.ext._compat import origin_of
-from fshard.ext.check.graphs import AxisGraph, Input, is_number, is_scalar, name_of
+from fshard.ext.check.graphs import AxisGraph, Input, is_number, name_of, shape_of
 from fshard.ext.check.report import StepProblem, frames_of
 from fshard.extend import generators, graph_nodes, walk_graph
 
@@ -97,12 +97,14 @@ class ValueTypes(AxisGraph):
         if not entry.is_batch or not self.varies:
             return Agreement.INVARIANT
         # A number may count batches, or say how they are mixed.
-        return Agreement.OTHER if is_scalar(node) else Agreement.VARYING
+        return Agreement.VARYING if shape_of(node) else Agreement.OTHER
 
     def _list_types(self, node: Node, item: Any = None) -> list[Agreement]:
         """List the types of operands; of an operator that maps over lists those of one item."""
         types = [Agreement.CONSTANT]
-        if _reads_no_values(node):
+        name = name_of(node)
+        if name.endswith("_like") or name.startswith("new_"):
+            # It reads no values, but a shape.
             return types
         arguments: list[Any] = [*node.args, *node.kwargs.values()]
         if item is not None:
@@ -114,8 +116,12 @@ class ValueTypes(AxisGraph):
 
     def _follow_writes(self, node: Node) -> None:
         """Note the types of what an operator writes to memory that other nodes show."""
+        targets: list[Any] = graph_nodes.find_write_targets(node)
+        if "batch_norm" in name_of(node):
+            # Its schema denies that it writes to a running mean and variance.
+            targets += filter(None, node.args[3:5])
         count = _count_items(node)
-        for number, target in enumerate(_find_write_targets(node)):
+        for number, target in enumerate(targets):
             written = max(self._list_types(node, number % count)) if count else self.types[node]
             self._written |= dict.fromkeys(self._storages[target], written)
 
@@ -125,9 +131,9 @@ class ValueTypes(AxisGraph):
 
     def _receive(self, node: Node) -> Agreement:
         """Type what a collective has brought, and refuse a sum of what is equal already."""
-        collective, source, is_direct = find_wait_source(node)
+        collective, source, is_direct = find_wait_source(node, self.axis)
         sent = self.type_of(source)
-        if not is_over(collective, self.axis):
+        if collective is None:
             return sent
         if collective.label in USERS_SUMS and origin_of(node).phase == "forward":
             self._check_sum(node, source, sent)
@@ -188,7 +194,7 @@ class ValueTypes(AxisGraph):
             return False
         if name_of(node) in _REDUCTIONS and any(map(self.is_split, node.all_input_nodes)):
             return not self.is_split(node)
-        return result is Agreement.SHARD and is_scalar(node)
+        return result is Agreement.SHARD and not shape_of(node)
 
     def _use_term(self, node: Node, types: Sequence[Agreement]) -> Agreement:
         """Refuse to compute parts, or means over ranks, from terms that are not summed."""
@@ -209,7 +215,7 @@ class ValueTypes(AxisGraph):
             text = "ranks draw equal random numbers for different batches; fold the axis into the key by fs.fold_in"
             self._report("same random numbers", node, f"{text}(key, axis)")
         operands = node.all_input_nodes
-        if name != "div" or not origin_of(node).is_users or not all(map(is_scalar, operands)):
+        if name != "div" or not origin_of(node).is_users or any(map(shape_of, operands)):
             return
         varies = min(map(self.type_of, operands)) >= Agreement.VARYING
         if varies and [self._reads_state(operand) for operand in operands] == [True, False]:
@@ -222,40 +228,28 @@ class ValueTypes(AxisGraph):
         return any(source in self.inputs and not self.inputs[source].is_batch for source in sources)
 
 
-def _reads_no_values(node: Node) -> bool:
-    """Whether an operator makes a tensor in the shape of another."""
-    name = name_of(node)
-    return name.endswith("_like") or name.startswith("new_")
-
-
 def _count_items(node: Node) -> int:
     """Count the items of an operator that maps over lists; 0 of others."""
     items: Any = node.args[0] if name_of(node).startswith(_BY_ITEM) else ()
     return len(items)
 
 
-def _find_write_targets(node: Node) -> list[Node]:
-    """List the nodes whose memory a node writes to, also where its schema does not say so."""
-    targets = graph_nodes.find_write_targets(node)
-    if "batch_norm" in name_of(node):
-        # Its running mean and variance.
-        targets += [source for source in node.args[3:5] if isinstance(source, Node)]
-    return targets
+def find_wait_source(node: Node, axis: fs.Axis) -> tuple[Collective | None, Node, bool]:
+    """Find what a node waits for.
 
+    Args:
+        node: The node.
+        axis: An axis.
 
-def find_wait_source(node: Node) -> tuple[Collective, Node, bool]:
-    """Find the collective that a node waits for, the operand of it, and whether the graph adds up rows of ranks."""
+    Returns:
+        The collective if it is over the axis, alone or with others; its operand; and whether ranks send each other
+        rows, which the graph adds up itself.
+    """
     buffer: Any = node.args[0]
     start, index = buffer.args
-    collective = graph_nodes.find_collective(start)
-    assert collective is not None
-    tensors, *_, is_direct, _, _, _, _ = start.args
+    tensors, *_, is_direct, axes, _, _, _ = start.args
+    collective = graph_nodes.find_collective(start) if axis.name in axes.split("+") else None
     return collective, tensors[index], is_direct
-
-
-def is_over(collective: Collective, axis: fs.Axis) -> bool:
-    """Whether a collective is over an axis, alone or with others."""
-    return axis.name in collective.axis.split("+")
 
 
 def find_mean(wait: Node, size: int) -> Node | None:
