@@ -439,7 +439,8 @@ def _collect_gradients(grads: Tree, flat: Flat, *, copy: bool) -> dict[int, torc
     rows = zip(tensors_of(leaves_of(grads)), flat.leaves, strict=True)
     gradients = {i: grad for i, (grad, leaf) in enumerate(rows) if grad is not None and is_trained(leaf)}
     detached = _detach_all(list(gradients.values()))
-    plain = list(map(torch.Tensor.resolve_neg, map(torch.Tensor.resolve_conj, detached)))
+    not_conjugated = map(torch.Tensor.resolve_conj, detached)
+    plain = list(map(torch.Tensor.resolve_neg, not_conjugated))
     return dict(zip(gradients, _make_all_writable(plain, in_place=not copy), strict=True))
 
 
@@ -481,7 +482,8 @@ def _make_all_writable(values: list[Any], in_place: bool = False) -> list[Any]:
     They are contiguous, because fused kernels on the CPU ignore strides.
     """
     detached = _detach_all(values)
-    if in_place and all(map(torch.Tensor.is_contiguous, filter(is_tensor, detached))):
+    are_contiguous = all(map(torch.Tensor.is_contiguous, filter(is_tensor, detached)))
+    if in_place and are_contiguous:
         return detached
     copy = torch.Tensor.contiguous if in_place else partial(torch.clone, memory_format=torch.contiguous_format)
     return [copy(value) if is_tensor(value) else value for value in detached]

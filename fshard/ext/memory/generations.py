@@ -28,7 +28,7 @@ from fshard.ext.memory.job_directory import (
     find_directory,
     find_job,
     make_private,
-    remove_unless_used,
+    remove_unlocked_slots,
 )
 from fshard.ext.memory.neighbours import Neighbours, fetch_part
 from fshard.ext.memory.search import Generation, search_generations
@@ -189,7 +189,7 @@ class Generations:
         # This gives up their locks.
         self._slots = [None, None]
         self._exchange.take_first(None)
-        remove_unless_used(self._directory)
+        remove_unlocked_slots(self._directory)
 
     def _search(self, exchange: Exchange) -> list[Generation]:
         """Find the generations that there are, the newest first, and fetch what other hosts have of them."""

@@ -58,10 +58,10 @@ def make_private(path: Path) -> None:
     check_private(path)
     for stale in path.parent.glob(f"{path.name.partition('-')[0]}-*"):
         if stale != path:
-            remove_unless_used(stale)
+            remove_unlocked_slots(stale)
 
 
-def remove_unless_used(path: Path) -> None:
+def remove_unlocked_slots(path: Path) -> None:
     """Remove the directory of a job, unless somebody still saves there."""
     with suppress(OSError):
         for slot in path.glob("rank-*"):

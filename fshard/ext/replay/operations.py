@@ -249,7 +249,7 @@ class Operations:
 
     def _list_collectives(self, node: Node) -> Iterator[Collective]:
         """List the collectives that a node reads something of, the nearest first."""
-        for source in walk_graph(node.all_input_nodes, _list_carried):
+        for source in walk_graph(node.all_input_nodes, _list_sources_of_move):
             if source in self.collectives:
                 yield self.collectives[source]
             elif isinstance(self.leaves.get(source), Sharded):
@@ -293,7 +293,7 @@ def _only_moves(node: Node) -> bool:
     return moves or graph_nodes.is_wait(node) or graph_nodes.is_view(node)
 
 
-def _list_carried(node: Node) -> list[Node]:
+def _list_sources_of_move(node: Node) -> list[Node]:
     """List what a node only moves, or computes its result of alone, such as a gathered leaf that it casts."""
     is_carried = _only_moves(node) or len(node.all_input_nodes) == 1
     return node.all_input_nodes if is_carried else []

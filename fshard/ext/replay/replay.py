@@ -68,7 +68,7 @@ def replay(
     with calling("replay", lambda: flatten((args, kwargs)).axes):
         _check_options(watch, allow)
         operations = Operations("replay", [ranks_of(None)], step, args, kwargs)
-        facts, left = _trace_refused(operations, watch, tuple(allow))
+        facts, left = _trace_refusals(operations, watch, tuple(allow))
         maker = _find_maker(operations, left)
         return operations.report_first(maker, **facts.get(maker, {}))
 
@@ -81,7 +81,7 @@ def _check_options(watch: Any, allow: Any) -> None:
     expect(are_texts, "replay", "allow to be a collection of operators and lines", describe(allow))
 
 
-def _trace_refused(
+def _trace_refusals(
     operations: Operations, watch: Watch, allow: tuple[str, ...]
 ) -> tuple[dict[Node | None, dict[str, Any]], dict[str, Trace]]:
     """Run a step, and find out where refused values come from.
