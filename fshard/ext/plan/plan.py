@@ -213,7 +213,9 @@ def _lay_out(flat: Any, axes: Mapping[str, fs.Axis]) -> Any:
     for leaf in flat.leaves:
         if isinstance(leaf, fs.Sharded):
             spec = _replace_axes(leaf.spec, axes)
-            local = torch.empty(spec.local_shape, dtype=leaf.local.dtype, device="meta")
+            # Members of an ensemble are stacked for vmap along dims before those of the leaf.
+            stacked = leaf.local.shape[: leaf.local.dim() - len(spec.local_shape)]
+            local = torch.empty((*stacked, *spec.local_shape), dtype=leaf.local.dtype, device="meta")
             leaves.append(fs.Sharded(make_fake(local), spec))
         elif isinstance(leaf, torch.Tensor):
             leaves.append(make_fake(leaf.detach()))

@@ -81,6 +81,17 @@ def test_parts_of_the_peak_add_up_and_shrink_with_the_mesh():
     assert plans[0].flops == plans[1].flops == plans[2].flops > 0
 
 
+def test_members_that_are_stacked_for_vmap_keep_their_dim():
+    params = fs.shard({"w": torch.ones(8, 4)}, fs.zero3(one_rank(), min_shard_elements=0))
+    stacked = fs.tree_map(lambda leaf: torch.stack([leaf] * 3), params)
+    step = torch.func.vmap(lambda params: fs.gather(params)["w"].sum())
+    one, three = (
+        fs.plan(f, tree, mesh=MESH) for f, tree in ((lambda p: fs.gather(p)["w"].sum(), params), (step, stacked))
+    )
+    assert three.arguments.inputs == 3 * one.arguments.inputs == 3 * 4 * 8
+    assert three.bytes_sent() == 3 * one.bytes_sent() > 0
+
+
 def test_text():
     text = str(make_plan())
     assert text.startswith("mesh shard 4: ")
