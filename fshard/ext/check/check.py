@@ -99,7 +99,7 @@ class _CheckedCall:
             with noting_origins(), setting(OBSERVED, self._observe):
                 traced = self._trace(args)
             nodes = list(traced.module.graph.nodes)
-            inputs = list_inputs(nodes, traced, flat, len(flatten(args[0]).leaves))
+            inputs = list_inputs(nodes, traced, args)
             results = list_results(traced, args[0])
             self.problems += find_dropped(results)
             # Without losses batches differ where gradients are reduced.

@@ -11,7 +11,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 import fshard as fs
-from fshard.extend import Traced, is_fake
+from fshard.extend import Traced, flatten, is_fake, leaves_of
 
 # Operators that fit tensors to shards of equal length, of which another mesh may need more.
 _FITTING = ("slice", "constant_pad_nd", "view")
@@ -23,7 +23,7 @@ class Input(NamedTuple):
     Attributes:
         path: The path of its leaf among the arguments of the step.
         leaf: The leaf.
-        is_batch: Whether it is none of the state.
+        is_batch: Whether it is none of the state, which is the first argument, and those with Sharded leaves.
     """
 
     path: str
@@ -74,11 +74,18 @@ def name_of(node: Node) -> str:
     return getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
 
 
-def list_inputs(nodes: Sequence[Node], traced: Traced, flat: Any, state_leaves: int) -> dict[Node, Input]:
-    """List the inputs of a graph: the arguments that hold a tensor, of which the first are leaves of the state."""
+def list_inputs(nodes: Sequence[Node], traced: Traced, args: Sequence[Any]) -> dict[Node, Input]:
+    """List the inputs of a graph: the leaves of arguments that are tensors."""
+    flat = flatten(args)
+    are_batch: list[bool] = []
+    for place, argument in enumerate(args):
+        leaves = leaves_of(argument)
+        # An optimizer's state may be an argument of its own, as in Optax. Its counts are no batch.
+        is_state = place == 0 or any(isinstance(leaf, fs.Sharded) for leaf in leaves)
+        are_batch += [not is_state] * len(leaves)
     inputs = {}
     for node, number in zip(nodes, traced.input_leaves, strict=False):
-        inputs[node] = Input(flat.paths[number], flat.leaves[number], number >= state_leaves)
+        inputs[node] = Input(flat.paths[number], flat.leaves[number], are_batch[number])
     return inputs
 
 

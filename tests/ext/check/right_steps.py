@@ -309,6 +309,20 @@ def members(mesh):
     return step, [params, params], X.expand(2, -1, -1), Y.expand(2, -1)
 
 
+def members_with_counts(mesh):
+    """An ensemble whose optimizer state is an argument of its own, with a count of updates for each member."""
+    tx = fs.adam(0.1)
+
+    def of_one(params, opt_state, x, y):
+        _, grads = fs.value_and_grad(loss_fn)(params, x, y)
+        return tx.update(grads, opt_state, params)
+
+    params = fs.shard(FULL, fs.zero3(mesh, min_shard_elements=0))
+    stacked = fs.tree_map(lambda leaf: torch.stack([leaf, leaf]), params)
+    opt_state = torch.func.vmap(tx.init)(stacked)
+    return torch.func.vmap(of_one), stacked, opt_state, X.expand(2, -1, -1), Y.expand(2, -1)
+
+
 def unequal_tokens(mesh):
     """Microbatches of unequal numbers of tokens, as in examples/unequal_tokens.py."""
 
@@ -382,7 +396,7 @@ def keys_by_index(mesh):
 PROGRAMS = (
     *(scaled, weighted, sum_over_all_tokens, four_verbs, accumulated, tree_sums, jitted, units, statistics, merged),
     *(contrastive, globally_normalized, meta_learned, private, members, unequal_tokens),
-    *(summed_penalty, keys_by_index),
+    *(members_with_counts, summed_penalty, keys_by_index),
 )
 TABLE: Mapping[str, Right] = {
     **{name: Right(partial(by_strategy, strategy), mesh) for name, (strategy, mesh) in STRATEGIES.items()},

@@ -21,7 +21,10 @@ MISTAKES = (
     *("right_rows_over_the_rows_of_one_rank", "mean_of_the_parts_of_a_product"),
 )
 MENDED = ("psum_of_what_agrees", "clipping_by_the_norm_of_shards", "norm_of_the_features_of_each_rank")
-RIGHT = ("hsdp", "sgd with momentum", "weighted", "tree sums", "merged", "summed penalty", "private", "codebook")
+RIGHT = (
+    *("hsdp", "sgd with momentum", "weighted", "tree sums", "merged", "summed penalty", "private", "codebook"),
+    "members with counts",
+)
 
 
 @cache
