@@ -451,6 +451,8 @@ class FailureWatcher(threading.Thread):
         # When the wait began that goes on, and after how many seconds of it the others are polled.
         self._since = 0.0
         self._next_poll = 0.0
+        # The wait that others have read of; None if there is none, or they have read that it is over.
+        self._published: tuple[float, Any] | None = None
         # Before process groups are destroyed, as what is registered later runs first.
         atexit.register(self.close)
 
@@ -487,6 +489,12 @@ class FailureWatcher(threading.Thread):
         """End a wait if Ctrl-C came; poll the others after 0.4 s in one wait, then after 1, 2, 4 and more."""
         issued = state.waiting.collective
         has_interrupt = self.interrupts.has_come()
+        wait = None if issued is None else (issued.since, issued.awaits)
+        if self._published not in (None, wait):
+            # Others would take this rank for one that waits, and look for the cause of their waits elsewhere.
+            with suppress(Exception):
+                _publish_position(state)
+            self._published = wait
         if issued is None:
             return
         if has_interrupt:
@@ -497,6 +505,7 @@ class FailureWatcher(threading.Thread):
         if time.monotonic() - self._since < self._next_poll:
             return
         self._next_poll = min(2 * self._next_poll + 0.2, self._next_poll + LONGEST_POLL_INTERVAL)
+        self._published = wait
         with suppress(Exception):
             if poll_peers(state, issued):
                 # The main thread may be about to wait on another connection: end them again at the next look.

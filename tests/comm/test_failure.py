@@ -1,9 +1,11 @@
 """Messages of collectives that fail: one full text of each kind, and stores that do not answer."""
 
+import atexit
 import json
 import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -139,6 +141,27 @@ def test_a_watcher_that_ends_before_its_first_look_ends_well(monkeypatch):
     watcher.close()
     assert not watcher.is_alive()
     assert not errors
+
+
+def test_a_rank_says_that_its_long_wait_is_over():
+    """Others would take it for one that waits, where it computes or hangs later."""
+    state = RankState(0, dist.HashStore())
+    watcher = failure.FailureWatcher(state)
+    atexit.unregister(watcher.close)
+    group = Group("shard", [0, 1], 0, None, 1.0)
+    state.groups["shard"] = group
+    places = []
+    for collective in ("psum", "psum", None):
+        if collective:
+            entry = group.record_start(collective, "", "")
+            issued = PendingCollective(None, state, group, entry, awaits=(-1, [0, 1]))
+            # The first wait is long already, and the second one has just begun.
+            issued.since = time.monotonic() - (1.0 if entry.number == 1 else 0.0)
+        state.waiting.collective = issued if collective else None
+        watcher._look_at(state)
+        waits = comm.Position(*json.loads(failure.read_text(state.board(), "at/0"))).waits
+        places.append(waits and ChainEntry(*waits[1]).number)
+    assert places == [1, 2, None]
 
 
 def position(waits=None, **numbers):
