@@ -13,6 +13,7 @@ Steps in which ranks exchange nothing would let one rank go ahead of another by 
 be whole, and a restart reads the disk; it never reads parts of different generations.
 """
 
+import math
 import os
 import secrets
 import warnings
@@ -96,9 +97,10 @@ class Generations:
         self._value_paths: list[str] = []
         self._outline: Any = None
         self._slots: list[SlotWriter | None] = [None, None]
-        # The number of the next generation, and the step of the last one.
+        # The number of the next generation.
         self._number = 0
-        self._last_step = 0
+        # The last step at which the run did not go back; infinity where that is not known.
+        self._last_step = math.inf
         self._neighbours: Neighbours | None = None
 
     def save(self, state: Any, step: int) -> None:
@@ -129,7 +131,6 @@ class Generations:
         if self._neighbours is not None:
             self._neighbours.offer(partial(slot.read, self._number))
         self._number += 1
-        self._last_step = step
 
     def goes_back(self, step: int) -> bool:
         """Tell every rank whether a restart would read a state of a later step than the one that is saved next.
@@ -143,13 +144,16 @@ class Generations:
         if self._groups != groups:
             self._groups = groups
             self._kinds = None
-        if self._kinds is not None and step >= self._last_step:
-            return False
-        newest = self._find_step_on_disk(exchange)
-        for each in self._search(exchange):
-            if each.is_readable(ranks):
-                newest = max(newest, each.step)
-        return step < newest
+            self._last_step = math.inf
+        if step < self._last_step:
+            newest = self._find_step_on_disk(exchange)
+            for each in self._search(exchange):
+                if each.is_readable(ranks):
+                    newest = max(newest, each.step)
+            if step < newest:
+                return True
+        self._last_step = step
+        return False
 
     def find(self, exchange: Exchange, step: int | None) -> list[Generation]:
         """Find the whole generations of a step, or with None those not older than the checkpoint saved last.
@@ -186,8 +190,7 @@ class Generations:
             self._neighbours.close()
             self._neighbours = None
         self._kinds = None
-        # This gives up their locks.
-        self._slots = [None, None]
+        self._leave_slots()
         self._exchange.take_first(None)
         remove_unlocked_slots(self._directory)
 
@@ -232,6 +235,13 @@ class Generations:
         values = {"token": exchange.take_first(secrets.token_hex(8)), "rank": rank, "ranks": ranks, "room": room}
         self._outline = files.Manifest(VERSION, stored, values)
         self._value_paths = list(manifest.values)
+        self._leave_slots()
+
+    def _leave_slots(self) -> None:
+        """Write to the slots of before no more."""
+        for slot in self._slots:
+            if slot is not None:
+                slot.unlock()
         self._slots = [None, None]
 
     def _open(self) -> SlotWriter:

@@ -13,6 +13,7 @@ import fcntl
 import json
 import mmap
 import os
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -75,7 +76,8 @@ class SlotWriter(Slot):
         """
         super().__init__(path, outline)
         self.number = 0
-        self._memory = _allocate(path, self.size)
+        self._lock, self._memory = _allocate(path, self.size)
+        weakref.finalize(self, os.close, self._lock)
         self._put(slice(0, self.mark.start), files.encode(outline))
         self._targets = {}
         for name, start in self.starts.items():
@@ -115,19 +117,24 @@ class SlotWriter(Slot):
         data = torch.frombuffer(self._memory, dtype=torch.uint8).numpy().copy().data
         return self.path.name, data if self.number == number else None
 
+    def unlock(self) -> None:
+        """Give the lock up, also where a process that was forked meanwhile, such as one that loads data, has it too."""
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
+
     def _put(self, place: slice, text: bytes) -> None:
         self._memory[place] = text.ljust(place.stop - place.start, b"\0")
 
 
-def _allocate(path: Path, size: int) -> mmap.mmap:
-    """Map a new file with memory for all of it, so that no write to it can end the process."""
+def _allocate(path: Path, size: int) -> tuple[int, mmap.mmap]:
+    """Map a new file with memory for all of it, so that no write to it can end the process; it is locked."""
     try:
         path.unlink(missing_ok=True)
         with open(path, "x+b") as file:
             os.posix_fallocate(file.fileno(), 0, size)
-            # The map keeps the lock, by which other jobs see that this one runs.
+            # Others see by the lock that this job runs.
             fcntl.flock(file, fcntl.LOCK_EX)
-            return mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            memory = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            return os.dup(file.fileno()), memory
     except OSError as error:
         with suppress(OSError):
             path.unlink()

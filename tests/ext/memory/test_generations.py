@@ -1,6 +1,7 @@
 """Generations in memory: restored bitwise into any layout, chosen as one, and gone at the end of a run."""
 
 import gc
+import os
 from collections import OrderedDict
 
 import pytest
@@ -90,17 +91,17 @@ def test_the_newest_of_memory_and_disk(tmp_path):
 
 
 # Steps from one save to the disk and to memory to the next.
-INTERVALS = [(10**9, 1), (4, 1), (4, 3), (1, 3)]
+INTERVALS = [(10**9, 1), (4, 1), (4, 3), (1, 3), (3, 4)]
 
 
 @pytest.mark.parametrize("every, memory_every", INTERVALS)
 def test_a_restart_reads_what_was_saved_last_where_a_run_goes_back(every, memory_every, tmp_path):
-    """Once in the same process, and then in others; each state differs from that which the step had before."""
+    """Twice in the same process, and then in others; each state differs from that which the step had before."""
 
     def program():
         kept = manager(tmp_path, every=every, memory_every=memory_every)
-        for turn, steps in enumerate((range(1, 10), range(3, 8), range(7, 14), range(2, 4))):
-            if turn > 1:
+        for turn, steps in enumerate((range(1, 10), range(8, 9), range(3, 8), range(7, 14), range(2, 4))):
+            if turn > 2:
                 kept = manager(tmp_path, every=every, memory_every=memory_every)
             for step in steps:
                 is_on_disk = kept.save(split(100 * turn + step), step, force=step == 1)
@@ -133,6 +134,47 @@ def test_a_run_that_goes_back_loses_nothing_before_its_first_save_is_complete(tm
         assert_same(manager(tmp_path).restore(zeros_like(split(0)), step=4), split(4))
 
     spmd(program, 1)
+
+
+def test_a_run_that_goes_on_looks_for_no_newer_state_between_two_states_in_memory(tmp_path):
+    """Ranks send messages in the first save, and where they agree on the layout of the slots."""
+
+    def program():
+        kept = manager(tmp_path, memory_every=3)
+        state = split(0)
+        sends = []
+        for step in range(1, 7):
+            with fs.comm.record() as record:
+                kept.save(state, step)
+            sends.append(len(record) > 0)
+        return sends
+
+    # A slot is made by the first generation in it.
+    assert spmd(program, 2) == [[True, False, True, False, False, True]] * 2
+
+
+def test_a_process_forked_meanwhile_keeps_no_state_in_memory(tmp_path):
+    """It has the files and their locks too, as one that loads data has, of two layouts; the run goes back, and ends."""
+    kept = manager(tmp_path)
+    for step in range(1, 5):
+        kept.save({"w": torch.ones(3)}, step)
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write_end)
+        os.read(read_end, 1)
+        os._exit(0)
+    try:
+        kept.save({"w": torch.ones(4)}, 5)
+        assert kept.save({"w": torch.ones(3)}, 2)
+        assert manager(tmp_path).latest_step() == 2
+        kept.save({"w": torch.ones(3)}, 3)
+        kept.close()
+        assert not slots_in(tmp_path)
+    finally:
+        os.close(write_end)
+        os.close(read_end)
+        os.waitpid(child, 0)
 
 
 @pytest.mark.parametrize("is_restored", (True, False))
