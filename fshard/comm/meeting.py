@@ -52,7 +52,7 @@ ENTRY = "entry/{}"
 ASKERS, ANSWER = "askers", "answer/{}"
 # What follows from what all ranks bring.
 END = "end"
-# Counts the ranks that have come.
+# Counts the ranks that have come, but for those that have given up.
 COUNT = f"came to {END}"
 CALL_INIT_MESH = "Call init_mesh on every rank; if you make several meshes, make them in the same order."
 
@@ -133,6 +133,8 @@ class Meeting:
 
     def _give_up(self, reason: str) -> None:
         """Leave a note. End the waits of this rank inside constructors, and the links by which others wait for it."""
+        # A rank that comes later would take this one for one that waits, and go on as if all had come.
+        ask_store(lambda: self.board.add(COUNT, -1))
         self._reason = leave_note(self.board, reason)
         if self.client is not None:
             self.client.disconnect()

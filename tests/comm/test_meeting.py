@@ -4,16 +4,21 @@ import json
 import re
 import signal
 import socket
+import threading
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import fshard as fs
 from fshard._compat.collectives import _ports_of_socket
 from fshard.comm import CollectiveError, Meeting
 from fshard.comm.meeting import END, ENTRY
+from fshard.testing import spmd
 from tests.comm.broken_meetings import break_in_last_mesh
 from tests.forked_programs import run_on_ranks
+from tests.ranks import my_rank
 
 REMEDY = "To fix: correct the first error, then call fs.init_mesh on every rank or restart all ranks."
 KILLED = "init_mesh: rank {} was killed or has ended"
@@ -96,6 +101,21 @@ def test_a_rank_that_fails_once_all_have_come_is_named_by_those_that_look_for_it
     assert first.agree("the same", "".join, bool) == "the same"
     with pytest.raises(CollectiveError, match=r"^rank 1 failed in init_mesh: MemoryError: no memory\n"), first:
         first.connect()
+
+
+def test_a_rank_that_comes_when_the_others_have_given_up_makes_no_mesh():
+    """Simulated ranks have no connections, by whose ends it would find that out; then all call again."""
+    has_given_up = threading.Event()
+
+    def program():
+        if my_rank() == 1:
+            assert has_given_up.wait(30)
+        with pytest.raises(CollectiveError, match=r"^init_mesh: rank 1 did not call it within 0\.5 s\. "):
+            fs.init_mesh({"a": -1}, device="cpu", timeout=0.5)
+        has_given_up.set()
+        return fs.psum(torch.ones(()), fs.axis_of(fs.init_mesh({"a": -1}, device="cpu"))).item()
+
+    assert spmd(program, 2) == [2, 2]
 
 
 def test_ports_of_sockets_that_have_no_other_end_or_are_closed():
