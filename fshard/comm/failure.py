@@ -487,8 +487,11 @@ class FailureWatcher(threading.Thread):
 
     def _look_at(self, state: RankState) -> None:
         """End a wait if Ctrl-C came; poll the others after 0.4 s in one wait, then after 1, 2, 4 and more."""
-        issued = state.waiting.collective
+        # A signal is told once, so the wait that it may have come in is looked for behind it.
         has_interrupt = self.interrupts.has_come()
+        issued = state.waiting.collective
+        if has_interrupt and issued is not None:
+            cut_connections(state, describe_interrupt(issued, KeyboardInterrupt()))
         wait = None if issued is None else (issued.since, issued.awaits)
         if self._published not in (None, wait):
             # Others would take this rank for one that waits, and look for the cause of their waits elsewhere.
@@ -497,8 +500,6 @@ class FailureWatcher(threading.Thread):
             self._published = wait
         if issued is None:
             return
-        if has_interrupt:
-            cut_connections(state, describe_interrupt(issued, KeyboardInterrupt()))
         if issued.since != self._since:
             self._since = issued.since
             self._next_poll = FIRST_POLL_AFTER

@@ -143,13 +143,32 @@ def test_a_watcher_that_ends_before_its_first_look_ends_well(monkeypatch):
     assert not errors
 
 
-def test_a_rank_says_that_its_long_wait_is_over():
-    """Others would take it for one that waits, where it computes or hangs later."""
+def make_watcher():
+    """Make a rank of one group, and a thread to watch it that has not started."""
     state = RankState(0, dist.HashStore())
     watcher = failure.FailureWatcher(state)
     atexit.unregister(watcher.close)
     group = Group("shard", [0, 1], 0, None, 1.0)
     state.groups["shard"] = group
+    return state, watcher, group
+
+
+def test_ctrl_c_that_comes_as_a_wait_begins_ends_the_wait():
+    state, watcher, group = make_watcher()
+
+    def begin_to_wait():
+        state.waiting.collective = PendingCollective(None, state, group, group.record_start("psum", "", ""))
+        return True
+
+    watcher.interrupts.has_come = begin_to_wait
+    watcher._look_at(state)
+    assert state.failure.is_cut
+    assert failure.read_text(state.board(), failure.NOTE).endswith(": KeyboardInterrupt")
+
+
+def test_a_rank_says_that_its_long_wait_is_over():
+    """Others would take it for one that waits, where it computes or hangs later."""
+    state, watcher, group = make_watcher()
     places = []
     for collective in ("psum", "psum", None):
         if collective:
