@@ -43,6 +43,9 @@ ACCEPT_TIME = 0.5
 # The request by which Linux tells the address of an interface, and where in the answer that is.
 SIOCGIFADDR, ADDRESS_BYTES = 0x8915, slice(20, 24)
 
+# When TCP asks whether an idle peer is there still, in seconds, and how often in vain.
+KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
+
 # Merges what two ranks know. It is associative and commutative, and merging what is known already changes nothing.
 Merge = Callable[[bytes, bytes], bytes]
 
@@ -249,10 +252,14 @@ def connect_to(address: str, rank: int, timeout: float) -> socket.socket:
 
 
 def prepare_link(link: socket.socket, timeout: float) -> None:
-    """Let small messages go at once, and waits end."""
+    """Let small messages go at once, waits end, and the end of a machine that says nothing be noticed in a minute."""
     link.settimeout(min(timeout, LONGEST_WAIT))
     link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE:
+        if hasattr(socket, name):
+            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def find_host(store: Any) -> str:
