@@ -88,8 +88,8 @@ def save_huggingface(
         if names is None and is_pretrained(module):
             tensors = to_files(exchange, leaves, module, full)
         else:
-            tensors = {name: plan_leaf(leaves, name, full) for name in leaves}
-            tensors = _rename(exchange.label, tensors, names)
+            renamed = _rename(exchange.label, leaves, names)
+            tensors = {new_name: plan_leaf(leaves, name, full) for new_name, name in renamed.items()}
         _check_readable(exchange.label, tensors)
     files = _assign_files(tensors, dtype, max_file_bytes)
     texts = {"(directory)": f"{directory}"}
@@ -163,8 +163,10 @@ def load_huggingface(
                 entries, optional = from_files(entries, module)
         leaves = exchange.leaves(like, needs_values=False, cast=cast, strict=strict)
         if names is not None:
-            _check_names(exchange.label, names)
-            renamed = {names(name): name for name in (*exchange.first, *leaves)}
+            with exchange.raise_on_all_ranks():
+                renamed = _rename(exchange.label, filter(exchange.saved_as, leaves), names)
+                for name in exchange.first:
+                    renamed.setdefault(names(name), name)
             # A tensor may have the name of a leaf that `names` calls otherwise, and must not be taken for it.
             entries = {renamed.get(name, f"{name} (in the files)"): entry for name, entry in entries.items()}
         if not strict:
@@ -191,25 +193,21 @@ def _check_complete(exchange: ModuleExchange, leaves: Mapping[str, Any]) -> None
     refuse(f"{exchange.label}: leaves do not fit", problems, "pass {**params, **buffers}")
 
 
-def _check_names(label: str, names: Any) -> None:
-    expect(callable(names), label, "names to be a function of a name, or None", describe(names))
-
-
-def _rename(label: str, tensors: dict[str, PlannedTensor], names: Names | None) -> dict[str, PlannedTensor]:
-    """Give tensors the names that they have in the files."""
+def _rename(label: str, leaves: Iterable[str], names: Names | None) -> dict[str, str]:
+    """Return the names of leaves by those that they have in the files."""
     if names is None:
-        return tensors
-    _check_names(label, names)
-    renamed: dict[str, PlannedTensor] = {}
+        return dict(zip(leaves, leaves, strict=True))
+    expect(callable(names), label, "names to be a function of a name, or None", describe(names))
+    renamed: dict[str, str] = {}
     problems = []
-    for name, tensor in tensors.items():
+    for name in leaves:
         new_name = names(name)
         if type(new_name) is not str:
             problems.append(Problem(name, f"is called {describe(new_name)}, which is no text"))
         elif new_name in renamed:
             problems.append(Problem(name, f"is called {new_name!r}, as another leaf is"))
         else:
-            renamed[new_name] = tensor
+            renamed[new_name] = name
     refuse(f"{label}: names do not fit", problems, "change names=")
     return renamed
 
@@ -330,7 +328,8 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     if not (isinstance(weight_map, dict) and weight_map):
         raise CheckpointError(f"{path} has no map from tensors to files")
     for name, file in weight_map.items():
-        if not (isinstance(file, str) and file == os.path.basename(file) and file.endswith(".safetensors")):
+        is_name = isinstance(file, str) and file == os.path.basename(file) and file.isprintable()
+        if not (is_name and file.endswith(".safetensors")):
             raise CheckpointError(f"{path} names {file!r} for {name}, which is no .safetensors file beside it")
     return dict(weight_map)
 
@@ -349,7 +348,8 @@ def _open_file(path: Path, boxes: WrittenBoxes | None, stack: ExitStack) -> dict
             boxes_of_tensor = None if boxes is None else boxes.get(name, ())
             read = partial(shared_files.read, path, name, tensor, boxes_of_tensor)
             entries[name] = Entry(empty.dtype, shape, read)
-    except SafetensorError as error:
+    except (SafetensorError, RuntimeError) as error:
+        # torch has no dtypes of less than a byte.
         raise CheckpointError(f"{path}: {error}") from None
     return entries
 

@@ -117,8 +117,16 @@ def test_names_may_be_others_in_the_files(tmp_path):
     ):
         with pytest.raises(ValueError, match=text):
             read(directory, **options)
-    with pytest.raises(ValueError, match="b: is called 'same', as another leaf is\nTo fix: change names="):
-        save_huggingface(tmp_path / "other", FULL, names=lambda name: "same")
+    for name, text in (
+        ("same", "b: is called 'same', as another leaf is"),
+        (["a"], "a: is called a list, which is no text"),
+    ):
+        match = rf"{text}\n(.*\n)*To fix: change names="
+        with pytest.raises(ValueError, match=match):
+            save_huggingface(tmp_path / "other", FULL, names=lambda _, name=name: name)
+        for strict in (True, False):
+            with pytest.raises(ValueError, match=match):
+                read(tmp_path / "plain", names=lambda _, name=name: name, strict=strict)
 
 
 TAKEN = "  __metadata__: is a name that safetensors uses itself\n"
@@ -216,7 +224,9 @@ def test_damaged_checksums_are_named(tmp_path):
     for damaged in ("{", "[]", '{"a": [[1]]}', '{"a": 1}', '{"a": [[["0", 0], [5, 3], 1]]}', '{"a": [[0, 4, 5]]}'):
         (tmp_path / CHECKSUMS).write_text(damaged)
         assert unreadable in refused_read(tmp_path)
-    for boxes in ({}, {"a": []}, {"a": [[[0, 0], [4, 3], 1]]}):
+    incomplete = {}, {"a": []}, {"a": [[[0, 0], [4, 3], 1]]}
+    misplaced = {"a": [[[9, 0], [5, 3], 1]]}, {"a": [[[0, 0, 0], [5, 3, 1], 1]]}, {"a": [[[0, 0], [-5, -3], 1]]}
+    for boxes in (*incomplete, *misplaced):
         (tmp_path / CHECKSUMS).write_text(json.dumps(boxes))
         text = refused_read(tmp_path)
         assert f"{tmp_path / CHECKSUMS}: its boxes of a are not all of it: [" in text
@@ -250,6 +260,12 @@ def make_first_a_pipe(directory):
     os.mkfifo(directory / FIRST)
 
 
+def half_bytes():
+    """A file of a dtype that torch does not have, two elements to a byte."""
+    header = b'{"a":{"dtype":"F4","shape":[16],"data_offsets":[0,8]}}'
+    return len(header).to_bytes(8, "little") + header + bytes(8)
+
+
 NO_MAP = f"{INDEX} has no map from tensors to files"
 OUTSIDE = "names '../x.safetensors' for a, which is no .safetensors file beside it"
 DAMAGES = (
@@ -261,6 +277,12 @@ DAMAGES = (
         lambda directory: layout(directory, PARTS, INDEX, dict.fromkeys("ab", FIRST)),
     ),
     (OUTSIDE, lambda directory: layout(directory, PARTS, INDEX, {"a": "../x.safetensors"})),
+    (
+        f"{INDEX} names '\\x00.safetensors'",
+        lambda directory: layout(directory, PARTS, weight_map={"a": "\0.safetensors"}),
+    ),
+    (f"{INDEX} names '\\ud800.saf", lambda directory: layout(directory, PARTS, weight_map={"a": "\ud800.safetensors"})),
+    (f"{FIRST}: shape '[16]' is invalid", lambda directory: (directory / FIRST).write_bytes(half_bytes())),
     (f"{FIRST}: No such file", lambda directory: (directory / FIRST).unlink()),
     (f"{FIRST}: ", lambda directory: (directory / FIRST).write_bytes(b"x" * 4)),
     (f"{FIRST}: ", lambda directory: os.truncate(directory / FIRST, (directory / FIRST).stat().st_size - 1)),
