@@ -78,8 +78,9 @@ class ModuleExchange(Exchange):
             leaves = named_leaves(self.flat(tree, needs_values=needs_values))
             problems = []
             for name, leaf in leaves.items():
-                if not isinstance(leaf, torch.Tensor | fs.Sharded):
-                    problems.append(Problem(name, describe(leaf), "a tensor"))
+                is_tensor = isinstance(leaf, torch.Tensor | fs.Sharded)
+                if not is_tensor or tensor_of(leaf).layout != torch.strided:
+                    problems.append(Problem(name, describe(leaf), "a strided tensor"))
             if self._has_module:
                 problems += self._misplaced_leaves(leaves)
             refuse(f"{self.label}: leaves do not fit", problems, "pass the parameters and buffers of this module")
@@ -139,7 +140,10 @@ class ModuleExchange(Exchange):
             if name not in entries_of and is_optional and not tensor_of(leaf).is_meta:
                 kept[name] = fs.tree_map(torch.clone, leaf)
         others = {name: leaf for name, leaf in leaves.items() if name not in kept}
-        remedy = "pass a tree of the same names; module= knows which are tied or not saved, cast=True changes dtypes"
+        remedy = (
+            "pass a tree of the same names; module= knows which are tied or not saved, "
+            "cast=True of from_state_dict and load_huggingface changes dtypes"
+        )
         return kept | self.read(others, entries_of, remedy)
 
     @staticmethod
@@ -147,6 +151,11 @@ class ModuleExchange(Exchange):
         """Return a tree with other leaves, by their names; a leaf that has none, as None has not, is None."""
         flat = flatten(tree)
         return flat.unflatten([leaves.get(name) for name in flat.names])
+
+
+def is_full(value: Any) -> bool:
+    """Whether a value of a state dict is a full tensor: neither a DTensor, nor sparse, nor on the meta device."""
+    return type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided and not value.is_meta
 
 
 def named_leaves(flat: Any) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """The state of torch.optim's optimizers, to and from states that `fs.from_torch` made."""
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import nn
 
 import fshard as fs
-from fshard.ext.interop.module_exchange import ModuleExchange, named_leaves
+from fshard.ext.interop.module_exchange import ModuleExchange, is_full, named_leaves
 from fshard.extend import COUNT, Entry, Problem, TorchState, check_arguments, describe, expect, flatten, refuse
 
 StateDict = dict[str, Any]
@@ -106,14 +107,18 @@ def from_optimizer_state_dict(
     expected = "state_dict to be the state dict of a torch optimizer, with state and param_groups"
     expect(is_state_dict, exchange.label, expected, describe(state_dict))
     names = dict(enumerate(list_parameter_names(exchange, optimizer)))
-    entries = _entries_of(state_dict["state"], names)
     hypers: dict[str, StateDict] = {}
-    for group in state_dict["param_groups"]:
-        hypers |= {names[number]: group for number in group["params"] if number in names}
+    with exchange.raise_on_all_ranks():
+        try:
+            entries = _entries_of(exchange.label, state_dict["state"], names)
+            for group in state_dict["param_groups"]:
+                hypers |= {names[number]: group for number in group["params"] if number in names}
+        except (AttributeError, LookupError, TypeError) as error:
+            expect(False, exchange.label, expected, f"{describe(state_dict)}: {error}")
     return rebuild_state(exchange, like, entries, hypers, updates)
 
 
-def _entries_of(state: Mapping[int, StateDict], names: Mapping[int, str]) -> dict[str, Entry]:
+def _entries_of(label: str, state: Mapping[int, StateDict], names: Mapping[int, str]) -> dict[str, Entry]:
     """Name the tensors of a torch optimizer's state by parameter and slot."""
     entries = {}
     for number, slots in state.items():
@@ -122,7 +127,9 @@ def _entries_of(state: Mapping[int, StateDict], names: Mapping[int, str]) -> dic
             if isinstance(value, int | float):
                 value = torch.tensor(value, dtype=torch.float32)
             if value is not None:
-                entries[f"{name}.{slot}"] = Entry.of(value)
+                key = f"{name}.{slot}"
+                expect(is_full(value), label, f"{key} to be a full tensor or a number", describe(value))
+                entries[key] = Entry.of(value)
     return entries
 
 
@@ -214,7 +221,7 @@ def rebuild_state(
         return TorchState(
             updates=torch.full_like(state.updates, count),
             slots=slots,
-            hyper=_rebuild_hyper(state, hypers),
+            hyper=_rebuild_hyper(exchange.label, state, hypers),
             counts=fs.tree_map(lambda leaf: torch.full_like(leaf, count), state.counts),
         )
 
@@ -224,13 +231,16 @@ def rebuild_state(
 def _count_updates(exchange: ModuleExchange, state: TorchState, loaded: Mapping[str, torch.Tensor]) -> int:
     """Return the largest count of updates that a torch class has of its parameters."""
     steps = flatten(state.slots.get("step", {}))
-    counts = [int(loaded[f"{name}.step"]) for name in named_leaves(steps)]
+    counts = [float(loaded[f"{name}.step"]) for name in named_leaves(steps)]
     if not counts:
         raise ValueError(f"{exchange.label}: the torch class does not count its updates; pass their number as updates=")
-    return max(counts)
+    for count in counts:
+        is_count = count >= 0 and count.is_integer()
+        expect(is_count, exchange.label, "counts of updates from 0", f"{count}", "pass their number as updates=")
+    return int(max(counts))
 
 
-def _rebuild_hyper(state: TorchState, hypers: Hypers) -> dict[str, torch.Tensor]:
+def _rebuild_hyper(label: str, state: TorchState, hypers: Hypers) -> dict[str, torch.Tensor]:
     """Read the hyperparameters of a state from the group of its first parameter, or of any if it keeps nothing."""
     values = next(iter(hypers.values()), {})
     for key in _slots_of(state):
@@ -239,6 +249,8 @@ def _rebuild_hyper(state: TorchState, hypers: Hypers) -> dict[str, torch.Tensor]
     hyper = {}
     for name, old in state.hyper.items():
         number = values.get(name)
+        is_number = number is None or isinstance(number, Real) or (is_full(number) and number.numel() == 1)
+        expect(is_number, label, f"{name} of a group of parameters to be a number", describe(number))
         hyper[name] = old.clone() if number is None else torch.full_like(old, float(number))
     return hyper
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fshard.ext.interop.module_exchange import ModuleExchange
+from fshard.ext.interop.module_exchange import ModuleExchange, is_full
 from fshard.extend import Entry, Problem, describe, expect, hash_of, refuse
 
 
@@ -79,8 +79,8 @@ def from_state_dict(
         expect(isinstance(state_dict, Mapping), exchange.label, "state_dict to be a mapping", describe(state_dict))
         problems = []
         for name, value in state_dict.items():
-            if type(value) not in (torch.Tensor, nn.Parameter):
-                problems.append(Problem(f"{name}", describe(value), "a full tensor"))
+            if type(name) is not str or not is_full(value):
+                problems.append(Problem(f"{name}", describe(value), "a full tensor under a text"))
         refuse(f"{exchange.label}: this is no plain state dict", problems, "pass full tensors by name")
     hashes = {name: f"hash {hash_of(tensor)}" for name, tensor in sorted(state_dict.items())}
     exchange.check_agreement(hashes, "ranks hold different leaves", "read the same state dict on every rank")

@@ -1,5 +1,8 @@
 """To and from the states of torch.optim's optimizers: training goes on in both, and what is refused."""
 
+import copy
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -114,3 +117,48 @@ def test_optimizer_states_that_do_not_fit():
     sgd = torch.optim.SGD(module.parameters())
     with pytest.raises(ValueError, match="the torch class does not count its updates; pass their number as updates="):
         from_optimizer_state_dict(sgd.state_dict(), fs.from_torch(torch.optim.SGD).init(params), module, sgd)
+
+
+def change_state(**slots):
+    return lambda state_dict: state_dict["state"][0].update(slots)
+
+
+def change_group(**values):
+    return lambda state_dict: state_dict["param_groups"][0].update(values)
+
+
+NO_STATE_DICT = "expected state_dict to be the state dict of a torch optimizer, with state and param_groups, got a dict"
+NO_NUMBER = "expected lr of a group of parameters to be a number, got "
+MALFORMED = (
+    (lambda state_dict: state_dict.update(state=[1]), f"{NO_STATE_DICT}: 'list' object has no"),
+    (lambda state_dict: state_dict["state"].update({0: [1]}), f"{NO_STATE_DICT}: 'list' object has no"),
+    (lambda state_dict: state_dict.update(param_groups={"lr": 1}), f"{NO_STATE_DICT}: string indices"),
+    (lambda state_dict: state_dict["param_groups"][0].pop("params"), f"{NO_STATE_DICT}: 'params'"),
+    (change_group(params=[[0]]), f"{NO_STATE_DICT}: unhashable type"),
+    (change_state(exp_avg="x"), "expected weight.exp_avg to be a full tensor or a number, got a str"),
+    (
+        change_state(exp_avg=torch.ones(2, 3, device="meta")),
+        "expected weight.exp_avg to be a full tensor or a number, got ",
+    ),
+    (
+        change_state(step=torch.tensor(torch.nan)),
+        "expected counts of updates from 0, got nan; pass their number as upd",
+    ),
+    (change_state(step=-1), "expected counts of updates from 0, got -1.0; pass their number as updates="),
+    (change_group(lr="fast"), f"{NO_NUMBER}a str"),
+    (change_group(lr=torch.ones(2)), f"{NO_NUMBER}a float32 Tensor"),
+)
+
+
+def test_state_dicts_that_are_none_of_torchs_are_refused():
+    module = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(3)).sum().backward()
+    optimizer.step()
+    like = fs.from_torch(torch.optim.AdamW, inject=("lr",), lr=0.1).init(dict(module.named_parameters()))
+    for change, text in MALFORMED:
+        state_dict = copy.deepcopy(optimizer.state_dict())
+        change(state_dict)
+        start = re.escape(f"checkpoint.from_optimizer_state_dict: {text}")
+        with pytest.raises(ValueError, match=f"^{start}"):
+            from_optimizer_state_dict(state_dict, like, module, optimizer)

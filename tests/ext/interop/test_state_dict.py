@@ -119,8 +119,8 @@ def test_leaves_that_do_not_fit_are_all_named():
         "  c: expected float32[4], got float64[4]\n"
         "  missing: expected float32[2], got nothing\n"
         "  extra: expected nothing, got float32[1]\n"
-        "To fix: pass a tree of the same names; module= knows which are tied or not saved, cast=True changes "
-        "dtypes."
+        "To fix: pass a tree of the same names; module= knows which are tied or not saved, cast=True of "
+        "from_state_dict and load_huggingface changes dtypes."
     )
 
 
@@ -145,12 +145,16 @@ REFUSED = {
         lambda mesh: from_state_dict(TIES_THAT_DIFFER, blank(mesh), module=Net())
     ),
     "ranks hold different leaves": lambda mesh: from_state_dict({"w": ONE * my_rank()}, {"w": ONE}),
-    "step: expected a full tensor, got an int": lambda mesh: from_state_dict({"step": 3}, {"step": ONE}),
+    "step: expected a full tensor under a text, got an int": lambda mesh: from_state_dict({"step": 3}, {"step": ONE}),
+    "7: expected a full tensor under a text": lambda mesh: from_state_dict({7: ONE, "w": ONE}, {"w": ONE}),
+    "w: expected a full tensor under": lambda mesh: from_state_dict({"w": ONE.to("meta")}, {"w": ONE}),
+    "v: expected a full tensor under": lambda mesh: from_state_dict({"v": ONE.to_sparse()}, {"v": ONE}),
     "head.weight: expected embedding.weight, got a leaf\n  w: expected a parameter or a buffer of the module": (
         lambda mesh: to_state_dict({"head.weight": ONE, "w": ONE}, module=Net())
     ),
     "a.b: expected one of each name, got 2 leaves": lambda mesh: to_state_dict({"a": {"b": ONE}, "a.b": ONE}),
-    "w: expected a tensor, got an int": lambda mesh: to_state_dict({"w": 1 if my_rank() else ONE}),
+    "v: expected a strided tensor, got ": lambda mesh: to_state_dict({"v": ONE.to_sparse()}),
+    "w: expected a strided tensor, got an int": lambda mesh: to_state_dict({"w": 1 if my_rank() else ONE}),
 }
 
 
