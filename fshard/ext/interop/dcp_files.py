@@ -41,7 +41,8 @@ def write(directory: Path, state_dict: Mapping[str, Any]) -> None:
             state_dict_saver.save(map_leaves(_store, state_dict), checkpoint_id=directory)
         except api.CheckpointException as error:
             rank, (failure, _) = next(iter(error.failures.items()))
-            raise CheckpointError(f"{type(failure).__name__} on rank {rank}: {failure}") from error
+            text = f"rank {rank} could not write its file, perhaps because the disk is full"
+            raise CheckpointError(f"{directory.parent}: {text}: {type(failure).__name__}: {failure}") from error
 
 
 def read_contents(directory: Path) -> tuple[dict[str, Entry], dict[str, Callable[[], Any]]]:

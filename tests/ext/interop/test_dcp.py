@@ -1,6 +1,7 @@
 """torch.distributed.checkpoint: FSDP2 runs go on in fshard and back, bit for bit, and what is refused."""
 
 import pickle
+import resource
 from functools import partial
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import fully_shard
 
 import fshard as fs
-from fshard.checkpoint import load_dcp, save_dcp
+from fshard.checkpoint import CheckpointError, load_dcp, save_dcp
 from tests.checkpoint.states import zeros_like
 from tests.ext.interop.test_state_dict import refusal
 from tests.ranks import on_ranks
@@ -197,3 +198,18 @@ def test_contents_that_are_damaged_or_do_not_fit(tmp_path):
     for damage, text in ((b"nonsense", "UnpicklingError"), (pickle.dumps({"w": 1}), "AttributeError: 'dict'")):
         (tmp_path / ".metadata").write_bytes(damage)
         assert text in load_refusal(tmp_path, W)
+
+
+def test_a_write_that_fails_names_the_directory_and_the_rank(tmp_path):
+    """Such as on a full disk, where torch's own error speaks of positions in a file."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            save_dcp(tmp_path, {"w": torch.ones(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert str(caught.value).startswith(
+        f"checkpoint.save_dcp: {tmp_path}: rank 0 could not write its file, perhaps because the disk is full: RuntimeE"
+    )
+    assert not any(tmp_path.iterdir())
