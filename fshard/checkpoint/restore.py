@@ -11,7 +11,7 @@ import torch
 from fshard.checkpoint import files
 from fshard.checkpoint.boxes import Box, Entry
 from fshard.checkpoint.directory import find_checkpoint, list_checkpoints
-from fshard.checkpoint.errors import CheckpointError, expect_file
+from fshard.checkpoint.errors import CheckpointError, describe_failure, expect_file
 from fshard.checkpoint.exchange import Exchange
 from fshard.checkpoint.reader import CheckpointReader
 from fshard.errors import expect
@@ -37,6 +37,9 @@ def latest_step(directory: str | PathLike[str]) -> int | None:
     Returns:
         Its step, or None where there is no checkpoint.
 
+    Raises:
+        CheckpointError: if the directory cannot be read, such as a file in its place.
+
     >>> import tempfile, torch, fshard as fs
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     before = fs.checkpoint.latest_step(directory)
@@ -44,7 +47,12 @@ def latest_step(directory: str | PathLike[str]) -> int | None:
     ...     before, fs.checkpoint.latest_step(directory)
     (None, 10)
     """
-    checkpoints = list_checkpoints(Exchange("checkpoint.latest_step").path("directory", directory))
+    exchange = Exchange("checkpoint.latest_step")
+    root = exchange.path("directory", directory)
+    try:
+        checkpoints = list_checkpoints(root)
+    except OSError as error:
+        raise CheckpointError(f"{exchange.label}: {describe_failure(error, exchange.rank, root)}") from error
     return checkpoints[-1].step if checkpoints else None
 
 

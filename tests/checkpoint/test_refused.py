@@ -16,6 +16,16 @@ from tests.ranks import my_rank
 from tests.trees import normal
 
 
+def test_a_file_in_the_place_of_the_directory(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    text = refused(lambda: checkpoint.latest_step(file), CheckpointError)
+    assert text == f"checkpoint.latest_step: {file}: Not a directory"
+    manager = checkpoint.Manager(file)
+    assert refused(manager.latest_step, CheckpointError) == text
+    assert refused(lambda: manager.restore_or(dict), CheckpointError) == text
+
+
 def test_bad_arguments(tmp_path):
     """Flags are True or False: no other value casts a dtype or writes beside the steps."""
     for step in (None, "7", -1, 1.0, True, 10**18, numpy.int64(3), torch.tensor(2.5)):
