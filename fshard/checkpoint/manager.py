@@ -15,10 +15,11 @@ from fshard.checkpoint.save import NUMBER, read_step, save
 from fshard.checkpoint.saving import Saving
 from fshard.checkpoint.unfinished import complete_leftovers
 from fshard.comm import setting
+from fshard.errors import expect
 from fshard.init import SKIP_DRAWING
 from fshard.mesh import Mesh
 from fshard.tree import Tree
-from fshard.tree.checks import check_arguments, check_flags
+from fshard.tree.checks import check_arguments, check_flags, describe
 
 find_in_extensions = lazy_names.make_getattr("fshard.checkpoint.manager")
 
@@ -221,6 +222,10 @@ class Manager:
         Returns:
             The newest state, in the structure and the layout of what `init` makes; or the result of `init`.
 
+        Raises:
+            ValueError: if `init` is no function.
+            CheckpointError: as for `restore`.
+
         >>> import tempfile, torch, fshard as fs
         >>> with tempfile.TemporaryDirectory() as directory, fs.checkpoint.Manager(directory) as manager:
         ...     state = manager.restore_or(lambda: {"w": torch.ones(2), "step": 0})
@@ -228,6 +233,7 @@ class Manager:
         ...     manager.restore_or(lambda: {"w": torch.ones(2), "step": 0})
         {'w': tensor([2., 2.]), 'step': 1}
         """
+        expect(callable(init), "checkpoint.Manager", "init to be a function that makes a state", describe(init))
         self.wait()
         step = self.latest_step()
         exchange = Exchange(LABEL, mesh=self._mesh)

@@ -36,6 +36,10 @@ def test_bad_arguments(tmp_path):
     )
     tree, numbers = {"w": torch.ones(3)}, "to be a whole number from 1, got"
     for call, text in (
+        (
+            lambda: checkpoint.Manager(tmp_path).restore_or(tree),
+            "Manager: expected init to be a function that makes a st",
+        ),
         (lambda: checkpoint.Manager(3), "Manager: expected directory to be a path, got 3"),
         (lambda: checkpoint.Manager(tmp_path, every=1.5), f"Manager: expected every {numbers} 1.5"),
         (lambda: checkpoint.Manager(tmp_path, keep=True).save({}, 1), f"save: expected keep {numbers} True"),
