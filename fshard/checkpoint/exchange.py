@@ -78,6 +78,18 @@ class Exchange:
             raise ValueError(text) from failure
         raise CheckpointError(f"{self.label}: {text}") from failure
 
+    @contextmanager
+    def raise_on_this_rank(self, path: object) -> Iterator[None]:
+        """Raise an OSError as a CheckpointError that names the file, in a call for which ranks send nothing.
+
+        Args:
+            path: The file or directory that an OSError is about which names none.
+        """
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(f"{self.label}: {describe_failure(error, self.rank, path)}") from error
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """Gather a value of every rank, which JSON can hold, in rank order."""
         return comm.all_gather_object(value, [self.ranks], self.label)

@@ -112,13 +112,15 @@ class Manager:
         Raises:
             ValueError: if `directory` or `memory` is no path, or `every` or `memory_every` no positive whole number;
                 the first save refuses other wrong arguments.
+            CheckpointError: if the directory cannot be read.
         """
         check_arguments("checkpoint.Manager", NUMBER, every=every, memory_every=memory_every)
         # A mesh of other ranks is refused at once.
         exchange = Exchange("checkpoint.Manager", mesh=mesh)
         root = exchange.path("directory", directory)
         # Each rank does this, so that all of them see the same checkpoints next, without a message.
-        complete_leftovers(root)
+        with exchange.raise_on_this_rank(root):
+            complete_leftovers(root)
         self._directory = root
         self._every = every
         self._memory_every = memory_every

@@ -11,7 +11,7 @@ import torch
 from fshard.checkpoint import files
 from fshard.checkpoint.boxes import Box, Entry
 from fshard.checkpoint.directory import find_checkpoint, list_checkpoints
-from fshard.checkpoint.errors import CheckpointError, describe_failure, expect_file
+from fshard.checkpoint.errors import CheckpointError, expect_file
 from fshard.checkpoint.exchange import Exchange
 from fshard.checkpoint.reader import CheckpointReader
 from fshard.errors import expect
@@ -49,10 +49,8 @@ def latest_step(directory: str | PathLike[str]) -> int | None:
     """
     exchange = Exchange("checkpoint.latest_step")
     root = exchange.path("directory", directory)
-    try:
+    with exchange.raise_on_this_rank(root):
         checkpoints = list_checkpoints(root)
-    except OSError as error:
-        raise CheckpointError(f"{exchange.label}: {describe_failure(error, exchange.rank, root)}") from error
     return checkpoints[-1].step if checkpoints else None
 
 

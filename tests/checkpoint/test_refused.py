@@ -16,7 +16,7 @@ from tests.ranks import my_rank
 from tests.trees import normal
 
 
-def test_a_file_in_the_place_of_the_directory(tmp_path):
+def test_a_directory_that_cannot_be_read(tmp_path):
     file = tmp_path / "file"
     file.touch()
     text = refused(lambda: checkpoint.latest_step(file), CheckpointError)
@@ -24,6 +24,9 @@ def test_a_file_in_the_place_of_the_directory(tmp_path):
     manager = checkpoint.Manager(file)
     assert refused(manager.latest_step, CheckpointError) == text
     assert refused(lambda: manager.restore_or(dict), CheckpointError) == text
+    long = tmp_path / ("x" * 300)
+    text = refused(lambda: checkpoint.Manager(long), CheckpointError)
+    assert text == f"checkpoint.Manager: {long}: File name too long"
 
 
 def test_bad_arguments(tmp_path):
