@@ -5,7 +5,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -111,7 +111,8 @@ class Exchange:
 
     def path(self, name: str, path: Any) -> Path:
         """Return the absolute path of a file or a directory, and refuse an argument that is none."""
-        is_path = isinstance(path, str | PathLike) and str(path) and "\0" not in str(path)
+        text = fspath(path) if isinstance(path, str | PathLike) else None
+        is_path = isinstance(text, str) and text and "\0" not in text
         expect(is_path, self.label, f"{name} to be a path", f"{path!r:.40}")
         # The program may go to another folder while a thread writes.
         return Path(path).absolute()

@@ -29,6 +29,16 @@ def test_a_directory_that_cannot_be_read(tmp_path):
     assert text == f"checkpoint.Manager: {long}: File name too long"
 
 
+class PathOf:
+    """A path whose text is whatever it is given."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __fspath__(self):
+        return self.path
+
+
 def test_bad_arguments(tmp_path):
     """Flags are True or False: no other value casts a dtype or writes beside the steps."""
     for step in (None, "7", -1, 1.0, True, 10**18, numpy.int64(3), torch.tensor(2.5)):
@@ -43,6 +53,9 @@ def test_bad_arguments(tmp_path):
             lambda: checkpoint.Manager(tmp_path).restore_or(tree),
             "Manager: expected init to be a function that makes a st",
         ),
+        (lambda: checkpoint.latest_step(PathOf(b"a")), "latest_step: expected directory to be a path, got"),
+        (lambda: checkpoint.latest_step(PathOf("")), "latest_step: expected directory to be a path, got"),
+        (lambda: checkpoint.latest_step(PathOf("a\0")), "latest_step: expected directory to be a path, got"),
         (lambda: checkpoint.Manager(3), "Manager: expected directory to be a path, got 3"),
         (lambda: checkpoint.Manager(tmp_path, every=1.5), f"Manager: expected every {numbers} 1.5"),
         (lambda: checkpoint.Manager(tmp_path, keep=True).save({}, 1), f"save: expected keep {numbers} True"),
