@@ -165,7 +165,8 @@ class _Traits(NamedTuple):
     Attributes:
         number_names: The names of state that is one number for a whole leaf, such as a step count.
         common_names: The names of state that leaves of every shape have.
-        is_first_step_special: Whether a first step from zeros differs from one without a state.
+        is_first_step_special: Whether a first step from zeros, made when hyperparameters had their first values,
+            differs from one without a state.
         writes_gradients: Whether a step writes to gradients, as with nesterov and foreach.
     """
 
@@ -209,8 +210,9 @@ class _WrappedClass:
             # A schedule may start from 0, and nothing would move.
             initial["lr"] = 0.7
         self._make_for_trial: Make = partial(cls, **initial)
-        self._traits = _observe(self._make_for_trial)
         changing = {name for name in hyper if callable(hyper[name])} | set(self._injected)
+        # Rprop and ASGD keep the learning rate that they start with.
+        self._traits = _observe(self._make_for_trial, {"lr": 0.3} if "lr" in changing else {})
         # With other values than in the trial, a class may write to gradients. Its learning rate does not decide that.
         self._may_write_gradients = self._traits.writes_gradients or bool(changing - {"lr"})
 
@@ -222,7 +224,7 @@ class _WrappedClass:
         selection = _Selection(flat, [i for i, leaf in enumerate(flat.leaves) if is_trained(leaf)])
         leaves = [flat.leaves[position] for position in selection.positions]
         tensors = [_make_small(leaf) if tensor_of(leaf).is_meta else _make_writable(tensor_of(leaf)) for leaf in leaves]
-        states = _make_start_states(self._make, tensors)
+        states = _make_start_states(self._make, tensors, {})
         for leaf, small, state in zip(leaves, tensors, states, strict=True):
             if tensor_of(leaf).is_meta:
                 self._remove_values(state, small, leaf)
@@ -548,12 +550,12 @@ def _build_optimizer(
 
 
 @torch.no_grad()
-def _make_start_states(make: Make, tensors: Tensors) -> list[State]:
+def _make_start_states(make: Make, tensors: Tensors, hyper: Hyper) -> list[State]:
     """Make states as before the first step. This writes to the tensors.
 
     A class that makes its state only in the first step gets zeros, so that the structure of the state never changes.
     """
-    optimizer = _build_optimizer(make, tensors, [torch.zeros_like(tensor) for tensor in tensors], {})
+    optimizer = _build_optimizer(make, tensors, [torch.zeros_like(tensor) for tensor in tensors], hyper)
     _compat.init_optimizer_state(optimizer)
     early_states = [map_leaves(_make_writable, dict(optimizer.state[tensor])) for tensor in tensors]
     optimizer.step()
@@ -566,8 +568,15 @@ def _make_start_states(make: Make, tensors: Tensors) -> list[State]:
 
 
 @_compat.outside_modes()
-def _observe(make: Make) -> _Traits:
+def _observe(make: Make, start_hyper: Hyper) -> _Traits:
     """Observe steps of a small matrix: without a state, from zeros, and by one optimizer that is kept.
+
+    Args:
+        make: Makes the optimizer.
+        start_hyper: Other hyperparameters, which may be those of the time when the zeros are made.
+
+    Returns:
+        What the steps show.
 
     Raises:
         ValueError: if steps of one optimizer differ from those of new ones that are given its states.
@@ -584,7 +593,7 @@ def _observe(make: Make) -> _Traits:
         return {**state, "": tensor}
 
     from_nothing = try_steps(make, {})
-    (zeros,) = _make_start_states(make, [start.clone()])
+    (zeros,) = _make_start_states(make, [start.clone()], start_hyper)
     from_zeros = try_steps(make, zeros)
     steps = 3
     kept = start.clone()
@@ -600,7 +609,7 @@ def _observe(make: Make) -> _Traits:
     common_names = set(zeros)
     # Adafactor keeps other state for vectors than for matrices, and Muon refuses vectors.
     with suppress(Exception):
-        common_names.intersection_update(*_make_start_states(make, [start[0].clone()]))
+        common_names.intersection_update(*_make_start_states(make, [start[0].clone()], {}))
     # On accelerators torch chooses foreach by itself. Classes may not have it, or not for these hyperparameters.
     with suppress(Exception):
         try_steps(partial(make, foreach=make.keywords.get("foreach") is not False), {})

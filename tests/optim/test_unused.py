@@ -68,6 +68,28 @@ def test_every_class_has_the_bits_of_torch(case):
             assert_same_bits(torch.as_tensor(tensors[name]), torch.as_tensor(states[name][slot]))
 
 
+@pytest.mark.parametrize("cls", (optim.Rprop, optim.ASGD, optim.Adagrad))
+def test_the_learning_rate_of_a_leaf_s_first_update(cls):
+    """Some classes keep it in their state. It may have changed since `init`, by a schedule or in the state."""
+    rates = (0.03, 0.3, 0.1, 0.2, 0.01)
+    scheduled = fs.from_torch(cls, lr=lambda count: rates[int(count)])
+    injected = fs.from_torch(cls, lr=1.0, inject="lr")
+    for history, tx in itertools.product(("late start", "not both"), (scheduled, injected)):
+        params = {name: torch.nn.Parameter(value) for name, value in values().items()}
+        theirs = cls(list(params.values()), lr=1.0)
+        state = fs.TrainState.create(values(), tx)
+        for rate, grads in zip(rates, gradients(history), strict=True):
+            for name, param in params.items():
+                param.grad = grads[name]
+            theirs.param_groups[0]["lr"] = rate
+            theirs.step()
+            if tx is injected:
+                hyper = {"lr": torch.tensor(rate, dtype=torch.float64)}
+                state = state._replace(opt_state=state.opt_state._replace(hyper=hyper))
+            state = fs.update(tx, state, grads)
+            assert_same_bits(state.params, {name: param.detach() for name, param in params.items()})
+
+
 def check_our_own_are_torch_s_within_rounding(row):
     ours, cls, hyper = row
     tx = ours(**hyper)
