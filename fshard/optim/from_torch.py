@@ -268,13 +268,23 @@ class _WrappedClass:
         return selection.put(flat.leaves, tensors), new_state
 
     def _refuse_state(self, state: TorchState) -> None:
-        """Refuse a state that another class made, on which SGD would begin anew. One without slots begins anyway."""
+        """Refuse a state that another class made, on which SGD would begin anew, or one without injected numbers.
+
+        A state without slots begins anyway.
+        """
         missing = sorted(self._traits.common_names - state.slots.keys())
         if missing and state.slots:
             slots = ", ".join(sorted(state.slots))
             raise ValueError(
                 f"update: {self._name} keeps {', '.join(missing)}, but the state has {slots} of another optimizer. "
                 "Make the state with this one, as by TrainState.create(params, tx)."
+            )
+
+        lost = sorted(self._injected.keys() - state.hyper.keys())
+        if lost:
+            raise ValueError(
+                f"update: inject names {', '.join(lost)}, which hyper of the state does not have. To replace some "
+                "numbers, keep the others: state._replace(hyper=state.hyper | {...})."
             )
 
     def _make_slots(

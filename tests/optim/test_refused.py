@@ -10,6 +10,7 @@ from tests.bad_input import text_of
 
 W, SGD = {"w": torch.ones(2)}, fs.sgd(0.1)
 PARAMS = {"a": torch.ones(2), "b": torch.ones(2)}
+INJECTED = fs.from_torch(optim.AdamW, lr=0.1, inject=("lr", "weight_decay"))
 MASK = "expected the mask to be a glob pattern of leaves' names, several, or a function of (name, leaf), got"
 KINDS = "must be Optimizers only, or GradientTransformations only. Got"
 LEFT = 'no mask matches b. Add a part for "*".'
@@ -121,6 +122,11 @@ ROWS = [
             "weight_decay.",
         )
         for inject, got in ((("lr", "betas"), "'betas'"), ("l", "'l'"), (["amsgrad"], "'amsgrad'"), (5, "5"))
+    ),
+    (
+        lambda: INJECTED.update(PARAMS, INJECTED.init(PARAMS)._replace(hyper={"lr": torch.tensor(0.5)}), PARAMS),
+        "update: inject names weight_decay, which hyper of the state does not have. To replace some numbers, keep the "
+        "others: state._replace(hyper=state.hyper | {...}).",
     ),
     (lambda: fs.global_norm(W, 0.0), "global_norm: expected p to be a number above 0, got 0.0"),
 ]
