@@ -100,6 +100,10 @@ ROWS = [
         (partial(fs.sgd, 0.1, nesterov=True, **hyper), "sgd: nesterov needs a momentum above 0 and no dampening")
         for hyper in ({}, {"momentum": 0.9, "dampening": torch.tensor(0.0, dtype=torch.float64)})
     ),
+    *(
+        (partial(adam, 0.1, (1.0, 0.9)), f"{name}: expected betas[0] to be a number, 0 or more and below 1, got 1.0")
+        for name, adam in {"adam": fs.adam, "adamw": fs.adamw}.items()
+    ),
     *refused_sums(
         {
             **{"clip_by_global_norm": {"max_norm": 1.0}, "clip_by_norm": {"max_norm": 1.0}},
