@@ -9,11 +9,16 @@ import torch
 import fshard as fs
 from fshard.ext.optim.leaves import map_gradients
 from fshard.ext.optim.wrappers import put_counts_beside
-from fshard.extend import Range, check_numbers, run_update, zero
+from fshard.extend import Range, check_arguments, check_numbers, run_update, zero
 
 __all__ = ["dynamic_loss_scale"]
 
-FINITE = Range("a number above 0", lambda number: 0 < number < math.inf)
+# The scale is a float32, and a scale of 0 or inf would skip every update.
+FLOAT32 = torch.finfo(torch.float32)
+SCALE = Range("a number from 1.2e-38 to 3.4e38", lambda number: FLOAT32.tiny <= number <= FLOAT32.max)
+GROWTH = Range("a finite number above 1", lambda number: 1 < number < math.inf)
+BACKOFF = Range("a number above 0 and below 1", lambda number: 0 < number < 1)
+INTERVAL = Range("a whole number, 1 or more", lambda value: type(value) is int and value > 0)
 
 
 class ScaleState(NamedTuple):
@@ -44,10 +49,10 @@ def dynamic_loss_scale(
 
     Args:
         tx: The optimizer.
-        init_scale: The first scale.
+        init_scale: The first scale, above 0 and within float32.
         growth_factor: The factor, above 1, by which the scale grows after `growth_interval` finite updates in a row.
         backoff_factor: The factor, between 0 and 1, by which it shrinks after a gradient that is not finite.
-        growth_interval: How many finite updates in a row let it grow.
+        growth_interval: How many finite updates in a row let it grow, 1 or more.
 
     Returns:
         The optimizer; its state holds the `scale`.
@@ -64,14 +69,11 @@ def dynamic_loss_scale(
     >>> params, state.scale
     ({'w': tensor([0.9000])}, tensor(2.))
     """
-    check_numbers(
-        "dynamic_loss_scale",
-        FINITE,
-        init_scale=init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-    )
+    api_name = "dynamic_loss_scale"
+    check_numbers(api_name, SCALE, init_scale=init_scale)
+    check_numbers(api_name, GROWTH, growth_factor=growth_factor)
+    check_numbers(api_name, BACKOFF, backoff_factor=backoff_factor)
+    check_arguments(api_name, INTERVAL, growth_interval=growth_interval)
     skipping = fs.skip_nonfinite(tx)
 
     def init(params: Any) -> ScaleState:
@@ -88,7 +90,7 @@ def dynamic_loss_scale(
             return grad.to(torch.promote_types(grad.dtype, torch.float32)) * inverse
 
         grads = map_gradients(unscale, grads)
-        params, inner = run_update("dynamic_loss_scale", "tx", skipping, grads, state.inner, params, donate=donate)
+        params, inner = run_update(api_name, "tx", skipping, grads, state.inner, params, donate=donate)
         is_finite = inner.skipped == state.inner.skipped
         good = torch.where(is_finite, state.good + 1, 0)
         may_grow = good == growth_interval

@@ -10,6 +10,7 @@ from torch import optim
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import fshard as fs
+from tests.bad_input import text_of
 from tests.ext.optim.test_native import tree
 from tests.optim.test_from_torch import CASES
 from tests.optim.test_table import TABLE
@@ -119,6 +120,24 @@ def test_loss_scale_is_that_of_torch(case, dtype):
             assert state.good.item() == scaler._get_growth_tracker()
             assert_alike(params, {name: param.detach() for name, param in theirs.items()})
     assert all(state.inner.skipped.item() == FINITE.count(False) for _, state in ours.values())
+
+
+SCALE, INTERVAL = "init_scale to be a number from 1.2e-38 to 3.4e38", "growth_interval to be a whole number, 1 or more"
+OUT_OF_RANGE = (
+    ({"init_scale": 1e39}, SCALE),
+    ({"init_scale": 1e-39}, SCALE),
+    ({"growth_factor": 1.0}, "growth_factor to be a finite number above 1"),
+    ({"backoff_factor": 1.0}, "backoff_factor to be a number above 0 and below 1"),
+    ({"growth_interval": 2.5}, INTERVAL),
+    ({"growth_interval": 0}, INTERVAL),
+)
+
+
+def test_scales_that_would_skip_for_ever_or_never_grow_are_refused():
+    for options, expected in OUT_OF_RANGE:
+        (value,) = options.values()
+        refusal = f"dynamic_loss_scale: expected {expected}, got {value}"
+        assert text_of(partial(fs.dynamic_loss_scale, fs.sgd(0.1), **options)) == refusal
 
 
 def test_nothing_to_train():
