@@ -62,7 +62,8 @@ def linear(init_value: float, end_value: float, transition_steps: int) -> Schedu
     [0.0, 0.25, 1.0, 1.0]
     """
     check_numbers("schedules.linear", UPDATES, transition_steps=transition_steps)
-    return lambda count: init_value + (end_value - init_value) * _fraction(count, transition_steps)
+    # Exact at the end, where a schedule stays.
+    return lambda count: end_value + (init_value - end_value) * (1 - _fraction(count, transition_steps))
 
 
 def cosine(init_value: float, decay_steps: int, *, end_value: float = 0.0) -> Schedule:
@@ -118,6 +119,13 @@ def warmup_cosine(
     >>> [round(float(schedule(torch.tensor(count))), 4) for count in (0, 1, 2, 4, 6, 9)]
     [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
     """
+    api_name = "schedules.warmup_cosine"
+    check_numbers(api_name, UPDATES, decay_steps=decay_steps)
+    before = Range(
+        f"a number of updates, 0 or more and below the {decay_steps:,} of decay_steps",
+        lambda steps: isinstance(steps, int) and 0 <= steps < decay_steps,
+    )
+    check_numbers(api_name, before, warmup_steps=warmup_steps)
     falling = cosine(peak_value, decay_steps - warmup_steps, end_value=end_value)
     if not warmup_steps:
         return falling
@@ -183,9 +191,9 @@ def from_torch_scheduler(
         The schedule: it maps the number of updates made, an int64 tensor of shape (), to a float64 tensor of shape ().
 
     Raises:
-        ValueError: if `steps` is no number of updates, the scheduler changes the momentum as well as the learning rate
-            that you ask for, or it needs a number that only a run knows, such as ReduceLROnPlateau; torch's own error
-            for arguments that the class refuses.
+        ValueError: if `steps` is no number of updates, `name` is another word, the scheduler changes the momentum as
+            well as the learning rate that you ask for, or it needs a number that only a run knows, such as
+            ReduceLROnPlateau; torch's own error for arguments that the class refuses.
 
     >>> import torch
     >>> schedule = from_torch_scheduler(torch.optim.lr_scheduler.StepLR, lr=1.0, steps=4, step_size=2, gamma=0.5)
@@ -193,6 +201,7 @@ def from_torch_scheduler(
     [1.0, 1.0, 0.5, 0.5, 0.5]
     """
     check_numbers("from_torch_scheduler", UPDATES, steps=steps)
+    expect(name in ("lr", "momentum"), "from_torch_scheduler", 'name to be "lr" or "momentum"', f"{name!r:.40}")
     optimizer = torch.optim.SGD([torch.zeros(())], lr=lr, momentum=momentum)
     values = []
     scheduler = cls(optimizer, **arguments)

@@ -97,6 +97,9 @@ def test_schedules_in_closed_form():
     joined = fs.schedules.join([fs.schedules.constant(3.0), fs.schedules.linear(1.0, 0.0, 2), line], [2, 5])
     expected = [3.0, 3.0, 1.0, 0.5, 0.0, 0.1]
     assert_trees_close(numbers(joined, range(6)), expected, **within(expected, terms=2))
+    for end in (0.1, 1e-20):
+        for schedule in (fs.schedules.linear(0.3, end, 7), fs.schedules.cosine(0.3, 7, end_value=end)):
+            assert numbers(schedule, [7, 10**6]) == [end, end]
     batch = torch.arange(8)
     assert_same_bits(torch.func.vmap(joined)(batch), torch.stack([joined(count) for count in batch]))
 
@@ -123,6 +126,19 @@ REFUSED = (
         lambda: fs.from_torch_scheduler(lr_scheduler.StepLR, 0.1, 2.0, step_size=2),
         f"from_torch_scheduler: expected steps {UPDATES} 2.0",
     ),
+    (
+        lambda: fs.from_torch_scheduler(lr_scheduler.StepLR, 0.1, STEPS, name="weight_decay", step_size=2),
+        'from_torch_scheduler: expected name to be "lr" or "momentum", got \'weight_decay\'',
+    ),
+    *(
+        (
+            lambda warmup=warmup: fs.schedules.warmup_cosine(0.0, 1.0, warmup, 6),
+            "schedules.warmup_cosine: expected warmup_steps to be a number of updates, 0 or more and below the 6 of "
+            f"decay_steps, got {warmup}",
+        )
+        for warmup in (6, -1, 2.5)
+    ),
+    (lambda: fs.schedules.warmup_cosine(0.0, 1.0, 0, 0), f"schedules.warmup_cosine: expected decay_steps {UPDATES} 0"),
     (lambda: fs.schedules.linear(0.0, 1.0, 0), f"schedules.linear: expected transition_steps {UPDATES} 0"),
     (lambda: fs.schedules.cosine(1.0, 10**8), f"schedules.cosine: expected decay_steps {UPDATES} 100000000"),
     (
