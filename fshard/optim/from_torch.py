@@ -115,7 +115,7 @@ def from_torch(
     expect(is_class, "from_torch", "cls to be a torch.optim class", describe(cls), "pass its arguments by name")
     wrapped = _WrappedClass(cls, hyper, inject, find_order("from_torch", reduction_order))
     # Another's class may look at all leaves together where none is split.
-    is_leafwise = cls in vars(torch.optim).values()
+    is_leafwise = cls in vars(torch.optim).values() and not wrapped.may_add_slots
     return Optimizer(wrapped.init, wrapped.update, partial(wrapped.update, donate=True), is_leafwise)
 
 
@@ -213,6 +213,8 @@ class _WrappedClass:
         changing = {name for name in hyper if callable(hyper[name])} | set(self._injected)
         # Rprop and ASGD keep the learning rate that they start with.
         self._traits = _observe(self._make_for_trial, {"lr": 0.3} if "lr" in changing else {})
+        # A momentum that starts from 0 gets its slot later, and states of some leaves alone would differ in structure.
+        self.may_add_slots = "momentum" in changing
         # With other values than in the trial, a class may write to gradients. Its learning rate does not decide that.
         self._may_write_gradients = self._traits.writes_gradients or bool(changing - {"lr"})
 

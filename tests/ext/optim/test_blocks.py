@@ -34,6 +34,9 @@ CHAINS = {
     "a schedule in the state": lambda: fs.chain(
         CLIP, fs.from_torch(torch.optim.Adam, lr=lambda count: 0.1 / (1 + count), inject=("lr",))
     ),
+    "state that begins later": lambda: fs.chain(
+        CLIP, fs.from_torch(torch.optim.SGD, lr=0.1, momentum=lambda count: 0.9 * min(int(count), 1))
+    ),
     "native": lambda: fs.chain(PLUS_ONE, CLIP, fs.adamw(lambda count: 0.1 / (1 + count))),
     "norms of leaves": lambda: fs.chain(fs.clip_by_norm(0.5), fs.sgd(0.1, momentum=0.9, weight_decay=0.1)),
     "parts": lambda: fs.chain(CLIP, fs.partition({"*w*": fs.sgd(0.1, 0.9), "*": adamw()})),
