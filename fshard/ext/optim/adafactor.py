@@ -57,7 +57,9 @@ def scale_by_factored_rms(
     """Divide gradients by the root of their mean square, of which a matrix keeps one row and one column.
 
     The result is exact however leaves are split. Means over split dims take one collective for each set of axes, and
-    none of these sends a matrix. `adafactor` is built on it. Follows optax.scale_by_factored_rms.
+    none of these sends a matrix. `adafactor` is built on it. Follows torch.optim.Adafactor. Unlike
+    optax.scale_by_factored_rms it factors every leaf of two dims or more, over its last two, and bounds mean squares
+    by `eps` instead of adding it.
 
     Args:
         beta2_decay: The weight of new squares is the number of updates to this power.

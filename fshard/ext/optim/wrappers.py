@@ -51,7 +51,8 @@ def skip_nonfinite(tx: fs.Optimizer) -> fs.Optimizer:
     """Skip an update on every rank if a gradient has an inf or a nan on any rank.
 
     The parameters and the state of the inner optimizer then stay as they are, and the skipped update is counted. It
-    costs one collective of a single number over each mesh axis. Follows optax.apply_if_finite.
+    costs one collective of a single number over each mesh axis. Follows optax.apply_if_finite, but for
+    `max_consecutive_errors`: however many updates in a row are not finite, all are skipped.
 
     On an accelerator the host does not wait for the decision. The counts of `tx` lie there too, and a torch class with
     an argument `capturable` steps by the kernels that read them there.
