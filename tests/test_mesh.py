@@ -4,6 +4,7 @@ import gc
 import itertools
 import json
 import resource
+import weakref
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -40,6 +41,17 @@ def test_a_group_that_another_rank_lacks_is_made_anew():
     assert dist.group.WORLD not in (group, again)
     assert again is not group
     dist.destroy_process_group(again)
+
+
+@pytest.mark.parametrize("read", [fs.axis_of, fs.zero3, ranks_of])
+def test_reading_a_mesh_again_leaves_nothing_behind(read):
+    """Programs read an axis in each of millions of steps, and what is left at their mesh stays as long as the mesh."""
+    one_axis()
+    for mesh in (fs.init_mesh({"shard": -1}, device="cpu"), init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))):
+        read(mesh)
+        references = weakref.getweakrefcount(mesh)
+        read(mesh)
+        assert weakref.getweakrefcount(mesh) == references
 
 
 @pytest.mark.parametrize(

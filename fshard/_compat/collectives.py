@@ -525,8 +525,15 @@ def release_groups_at_exit(mesh: DeviceMesh) -> None:
     Checked on 2.13, where meshes keep their groups; older ones do not.
     """
     registry = getattr(mesh, "_pg_registry", None)
-    if registry is not None:
-        weakref.finalize(mesh, registry.clear)
+    if registry is None:
+        return
+    for reference in weakref.getweakrefs(mesh):
+        finalizer = reference.__callback__
+        entry = finalizer.peek() if isinstance(finalizer, weakref.finalize) else None
+        # One is enough: it stays as long as the mesh, whose axes a program may read in each of millions of steps.
+        if entry is not None and entry[1] == registry.clear:
+            return
+    weakref.finalize(mesh, registry.clear)
 
 
 def wait_in_store(store: Any, keys: Sequence[str], seconds: float, meanwhile: Callable[[], object] = bool) -> None:
