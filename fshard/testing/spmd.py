@@ -76,7 +76,11 @@ def spmd(f: Callable[[], T], world: int | Workers, timeout: float | None = None)
     expect(is_in_range, "spmd", f"world to be Workers, or a whole number from 1 to {MAX_THREADS}", f"{world!r:.40}")
     simulation = _Simulation(f, world, SECONDS if timeout is None else timeout)
     with threaded_process_groups(simulation.join), shared_dual_level(), hide_trace_from_pytest():
-        return simulation.run()
+        try:
+            return simulation.run()
+        finally:
+            # A failed rank's error has its mesh, and what is remembered of the mesh's ranks has the simulation.
+            simulation.ended.clear()
 
 
 class _Stop(SystemExit):

@@ -1,10 +1,12 @@
 """spmd: simulated ranks run as processes do, and a rank that fails, waits in vain or hangs is named."""
 
+import gc
 import logging
 import os
 import sys
 import threading
 import time
+import weakref
 from functools import partial
 from logging.handlers import BufferingHandler
 
@@ -250,6 +252,23 @@ def test_collectives_that_cannot_be_are_named():
 def short_grace(monkeypatch):
     """Ranks of these tests end late in any case."""
     monkeypatch.setattr(sys.modules["fshard.testing.spmd"], "GRACE", 0.3)
+
+
+def test_failed_ranks_leave_nothing_behind():
+    """What a rank's program holds at its error is free as soon as the error is."""
+    programs = []
+
+    def fail():
+        programs.append(weakref.ref(batch := torch.ones(2)))
+        mesh = fs.init_mesh({"shard": -1}, device="cpu")
+        if my_rank() == 1:
+            raise ValueError(f"rank 1 of {mesh.size()} has {batch}")
+        fs.psum(batch, fs.axis_of(mesh))
+
+    with pytest.raises(RankError, match="rank 1 of 2 has"):
+        spmd(fail, world=2)
+    gc.collect()
+    assert [program() for program in programs] == [None, None]
 
 
 @pytest.mark.usefixtures("short_grace")
