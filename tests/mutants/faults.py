@@ -38,6 +38,7 @@ MIRRORS = {
         "tests/comm/test_many_ranks.py",
         "tests/comm/test_retry.py",
     ),
+    "fshard/_compat/collectives.py": ("tests/test_mesh.py",),
     "fshard/mesh.py": ("tests/test_mesh.py", "tests/comm/test_retry.py"),
     "fshard/comm/recorder.py": ("tests/comm/test_profile.py", "tests/comm/test_collective.py", "tests/comm"),
     "fshard/comm": ("tests/comm",),
