@@ -117,6 +117,16 @@ def test_a_sharded_leaf_is_no_tensor():
     assert not any(hasattr(LEAF, name) for name in ("sum", "backward", "__array__", "__qualname__"))
 
 
+def test_attributes_of_a_plain_tensor_are_the_program_s_own():
+    """Whatever a program notes on its tensors, as Megatron does, fshard takes them for no leaves of its own."""
+    weight, tx = torch.ones(2, 2), fs.sgd(0.5)
+    weight.local = "on this node"
+    state = fs.TrainState.create({"weight": weight}, tx)
+    for donate in (False, True):
+        state = fs.update(tx, state, {"weight": torch.ones(2, 2)}, donate=donate)
+        assert state.params["weight"].equal(torch.full((2, 2), 0.0 if donate else 0.5))
+
+
 def test_sharded_is_an_unchanging_value():
     assert bool(LEAF)
     # An object of its own: comparing values would have to communicate, and on one rank alone it would wait.

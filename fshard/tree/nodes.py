@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import optree
@@ -203,14 +204,17 @@ def tensor_of(leaf: Any) -> Any:
     return leaf.local if isinstance(leaf, Sharded) else leaf
 
 
-_COMMON_LEAVES = frozenset((Sharded, torch.Tensor, torch.nn.Parameter, type(None)))
+# The attribute that holds the tensor of a leaf, for the types of most leaves. The empty name stands for leaves that are
+# tensors themselves, on which a program may have set attributes.
+_HOLDERS = MappingProxyType({Sharded: "local"} | dict.fromkeys((torch.Tensor, torch.nn.Parameter, type(None)), ""))
 
 
 def tensors_of(leaves: Sequence[Any]) -> list[Any]:
     """The `tensor_of` each of thousands of leaves."""
-    # No line of Python runs for each of them. None and torch's own tensors have no such attribute.
-    if _COMMON_LEAVES.issuperset(map(type, leaves)):
-        return list(map(getattr, leaves, repeat("local"), leaves))
+    # No line of Python runs for each of them.
+    holders: list[Any] = list(map(_HOLDERS.get, map(type, leaves)))
+    if None not in holders:
+        return list(map(getattr, leaves, holders, leaves))
     return [leaf.local if isinstance(leaf, Sharded) else leaf for leaf in leaves]
 
 
