@@ -64,6 +64,14 @@ def test_module_is_untouched_and_its_copy_holds_no_weights(name):
 BUILT = {name: build(name) for name in MODULES}
 
 
+def test_the_shape_of_a_plain_parameter_is_its_own():
+    """Whatever a program notes on it."""
+    weight = torch.ones(2, 2)
+    weight.spec = fs.Spec((3, 3))
+    with pytest.raises(ValueError, match="apply: the shapes of params differ from the module's"):
+        fs.functionalize(torch.nn.Linear(3, 3, bias=False)).apply({"weight": weight}, torch.ones(3))
+
+
 @on_ranks(3)
 def test_outputs_are_the_module_s():
     for module, args, kwargs in BUILT.values():
