@@ -23,6 +23,7 @@ from fshard.tree import (
     is_trained,
     map_leaves,
     map_nodes,
+    tensor_of,
     tensors_of,
 )
 from fshard.tree.checks import (
@@ -411,7 +412,8 @@ def _check_gradients(grads: Tree, params: Flat) -> None:
     flat = flatten(grads)
     same_structure("update with gradients", flat, params)
     # Gradients of value_and_grad have the specs of the parameters. No line of Python runs for each of thousands.
-    if _describe_kinds(flat) == _describe_kinds(params) and not any(spec.frozen for spec in flat.specs):
+    may_fit = all(map(is_tensor, flat.tensors)) and not any(spec.frozen for spec in flat.specs)
+    if may_fit and _describe_kinds(flat) == _describe_kinds(params):
         return
     problems = flat.problems(_describe_misfit, params.leaves)
     remedy = "pass what fs.scatter_grads(grads, like=state.params) or fs.value_and_grad returned"
@@ -428,8 +430,8 @@ def _describe_misfit(grad: Any, param: Any) -> tuple[str, str] | None:
     """Describe a gradient that does not fit its parameter, and the one expected."""
     if grad is None:
         return None
-    if not is_trained(param):
-        return "a gradient", f"None for {'None' if param is None else 'a frozen leaf'}"
+    if not is_trained(param) or not is_tensor(tensor_of(param)):
+        return "a gradient", f"None for {'a frozen leaf' if is_sharded(param) else describe(param)}"
     if isinstance(grad, Sharded) and isinstance(param, Sharded):
         if difference := describe_difference(grad.spec, param.spec):
             return difference

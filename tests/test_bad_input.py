@@ -181,6 +181,7 @@ NO_SUM = (
 FULL = "\nTo fix: pass the gradients of full leaves, as from torch.func.grad at fs.gather(like)."
 UNFIT = "update: gradients do not fit the parameters\n"
 FROM = "\nTo fix: pass what fs.scatter_grads(grads, like=state.params) or fs.value_and_grad returned."
+KEEPS_NUMBERS = fs.Optimizer(lambda params: (), lambda grads, state, params: (params, state))
 FLOATING = "the loss must be a floating scalar tensor, got a float32 Tensor of shape (3,)"
 AVERAGE = ". Sum or average it over the batch. A function that returns (loss, aux) needs has_aux=True."
 PAIR = 'with reduce="weighted" the loss must be a pair (sum, count), got a float32 Tensor of shape ().'
@@ -229,6 +230,16 @@ GRADIENTS = [
         lambda w: (w.tx, fs.TrainState.create(fs.shard(w.full, w.zero2, frozen="a"), w.tx), w.grads),
         fs.update,
         f"{UNFIT}  ['a']: expected None for a frozen leaf, got a gradient{FROM}",
+    ),
+    Row(
+        "update by gradients of numbers",
+        lambda w: (
+            KEEPS_NUMBERS,
+            fs.TrainState.create({"a": ones(2), "n": 1.5}, KEEPS_NUMBERS),
+            {"a": ones(2), "n": 0.5},
+        ),
+        fs.update,
+        f"{UNFIT}  ['n']: expected None for a float, got a gradient{FROM}",
     ),
     on_world(
         "update: expected tx to be an Optimizer, got a GradientTransformation; end the chain with one, such as "

@@ -106,6 +106,7 @@ MIRRORS = {
     "fshard/ext/optim": ("tests/ext/optim", "tests/optim"),
     "fshard/update.py": (
         "tests/test_update.py",
+        "tests/test_bad_input.py",
         "tests/test_offload.py",
         "tests/test_recovery.py",
         "tests/ext/optim/test_blocks.py",
