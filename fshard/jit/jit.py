@@ -494,7 +494,7 @@ def _find_static_positions(
                 f"jit: static_argnames has {name!r}, but the function takes no argument of this name. Its arguments "
                 f"are {', '.join(parameters)}."
             )
-        if name in positional:
+        if name in parameters and parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
             static.append(positional.index(name))
     for number in donated:
         if number in static:

@@ -100,6 +100,16 @@ def test_static_arguments_may_be_named():
         jitted(X, 3, mode=["power"])
 
 
+def test_a_static_name_means_no_argument_that_is_passed_by_position_alone():
+    def scale(x, /, **options):
+        return x * options["x"]
+
+    jitted = fs.jit(scale, static_argnames="x")
+    for value in (X, X + 1):
+        assert jitted(value, x=2).equal(2 * value)
+    assert jitted.traces == [FIRST]
+
+
 def test_under_transforms_it_runs_as_it_is_and_transforms_inside_are_traced():
     def f(x):
         return x.sin() * x
