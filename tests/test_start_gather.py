@@ -234,3 +234,10 @@ def test_a_graph_takes_plain_parameters_and_returns_no_gather():
     assert_same_bits(fs.gather(started), expected)
     with pytest.warns(RuntimeWarning), pytest.raises(ValueError, match="jit: the function returns leaves whose gather"):
         fs.jit(fs.start_gather)(params)
+
+
+def test_a_leaf_whose_gather_has_started_is_no_tensor_either():
+    leaf = fs.start_gather(fs.shard({"w": torch.ones(4)}, zero3()(one_axis())))["w"]
+    with pytest.raises(AttributeError, match=r"Sharded\.gather: a Sharded leaf is not a tensor\. Call fs\.gather"):
+        leaf.gather(0, torch.tensor([1]))
+    assert fs.gather(leaf).equal(torch.ones(4))

@@ -93,11 +93,11 @@ class Started(Sharded):
     """A leaf whose gather has started. Maps over it and copies of it give the leaf alone.
 
     Attributes:
-        gather: Its gather.
+        started: Its gather.
         path: Its path, by which the gather knows it.
     """
 
-    gather: StartedGather
+    started: StartedGather
     path: str
 
     def __reduce__(self) -> Any:
@@ -109,4 +109,4 @@ register_leaf_class(Started)
 
 def take_over(leaf: Any) -> Finish | None:
     """Claim the full tensor of a leaf whose gather has started; None for others."""
-    return leaf.gather.take_over(leaf.path) if isinstance(leaf, Started) else None
+    return leaf.started.take_over(leaf.path) if isinstance(leaf, Started) else None
