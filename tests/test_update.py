@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.utils import _pytree as torch_pytree
 
 import fshard as fs
+from fshard import _compat
 from fshard.tree import flatten
 from tests.ranks import on_ranks
 from tests.trees import STRATEGIES, assert_same_bits, assorted, meshes, normal, one_axis
@@ -74,6 +75,25 @@ def test_update_makes_the_next_state():
         assert new.buffers is state.buffers
         assert new.key is state.key
         assert_same_bits(fs.tree_leaves(state), fs.tree_leaves(before))
+
+
+@pytest.mark.parametrize("differentiate", [torch.func.grad, torch.func.jacfwd])
+def test_a_donated_state_is_updated_inside_a_transform_too(differentiate):
+    tx = fs.sgd(0.1, momentum=0.9)
+
+    def derive(donate):
+        state = fs.TrainState.create({"w": torch.ones(3)}, tx)
+
+        def loss(scale):
+            return fs.update(tx, state, {"w": scale * torch.ones(3)}, donate=donate).params["w"].square().sum()
+
+        result = differentiate(loss)(torch.tensor(2.0))
+        # The process would end where a report of pytest reads a tensor that ended with its transform.
+        is_dead = _compat.is_transformed(state.params["w"])
+        assert not is_dead
+        return result
+
+    assert_same_bits(derive(donate=True), derive(donate=False))
 
 
 @on_ranks(2)

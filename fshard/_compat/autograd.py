@@ -51,6 +51,9 @@ def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 # Whether a torch.func transform holds a tensor, whose storage then is not to be had. Checked on 2.13.
 is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+# The context in which torch.func wraps no new tensor. A wrapped one is dead when its transform has ended, and torch
+# ends the process where its values are read. Checked on 2.13.
+outside_transforms = torch._C._DisableFuncTorch
 # The number that autograd will give its next node; a backward runs nodes from high to low. Checked on 2.13.
 next_sequence_number = torch._C._autograd._get_sequence_nr
 # Compute as kernels do, in a context, so that a view holds no reference to its base. Checked on 2.13.
@@ -249,7 +252,8 @@ def share_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """
     # There may be thousands, so no line of Python runs for each of them.
     has_memory = list(map(operator.not_, map(is_transformed, tensors)))
-    unshared = torch.empty(0)
+    with outside_transforms():
+        unshared = torch.empty(0)
     # All at once, so that a tensor which is there twice counts as shared.
     storages = list(map(torch.Tensor.untyped_storage, (*itertools.compress(tensors, has_memory), unshared)))
     # The owners of the memory, and of Python's object for it.

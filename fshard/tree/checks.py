@@ -201,7 +201,8 @@ def mark_donated(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
     kinds = list(zip(attributes_of(tensors, "dtype"), attributes_of(tensors, "device"), strict=True))
     empty: dict[Any, torch.Tensor] = {}
     for kind, tensor in dict(zip(kinds, tensors, strict=True)).items():
-        empty[kind] = tensor.new_empty(0)
+        with _compat.outside_transforms():
+            empty[kind] = tensor.new_empty(0)
         empty[kind].__dict__[DONATED] = True
     moved: dict[int, torch.Tensor] = {}
     for leaf, replacement in zip(leaves, map(empty.__getitem__, kinds), strict=True):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 # The tests that mirror a file: those of the first entry that is the file or a folder that holds it.
 MIRRORS = {
     "fshard/errors.py": ("tests/ext/testing/test_checks.py",),
+    "fshard/_compat/autograd.py": ("tests/test_update.py",),
     "fshard/apply.py": ("tests/test_apply.py",),
     "fshard/init/drawing.py": ("tests/test_init.py", "tests/test_apply.py"),
     "fshard/remat.py": ("tests/test_remat.py", "tests/ext/parallel/test_moe.py"),
@@ -23,7 +24,7 @@ MIRRORS = {
     "fshard/tree/abstract.py": ("tests/ext/test_abstract.py",),
     "fshard/ext/saved_graph": ("tests/ext/test_hostile_graphs.py", "tests/ext/test_saved_graph.py"),
     "fshard/ext/quantize.py": ("tests/ext/test_quantize.py", "tests/ext/test_quantize_state.py"),
-    "fshard/tree": ("tests/test_tree.py", "tests/test_law_round_trip.py"),
+    "fshard/tree": ("tests/test_tree.py", "tests/test_law_round_trip.py", "tests/test_update.py"),
     "fshard/init": ("tests/test_init.py",),
     "fshard/ext/counter.py": ("tests/test_init.py",),
     "fshard/transforms/local.py": ("tests/test_launches.py", "tests/transforms"),
