@@ -1,6 +1,7 @@
 """verify: runs a step twice, and names the operation that disagrees with itself or between ranks."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import mode
 from typing import Any
@@ -86,6 +87,7 @@ def _digest_step(operations: Operations) -> tuple[dict[Node, str], dict[Node, tu
     """
     digests: dict[Node, str] = {}
     claims: dict[Node, tuple[str, str]] = {}
+    counts = Counter[str]()
     # For sums over ranks that a graph adds up itself digests of the rows that this rank sends.
     rows: dict[Node, list[str]] = {}
     for node, operands, results in run_step(operations):
@@ -101,8 +103,10 @@ def _digest_step(operations: Operations) -> tuple[dict[Node, str], dict[Node, tu
             shared = str(sorted([rows[start][index], *map(hash_of, results[0])]))
         cause = _find_cause(operations, node, operands)
         if cause is not None:
-            name = operations.describe(node)
-            claims[node] = _hash(f"{name} {cause}"), _hash(shared)
+            claim = f"{operations.describe(node)} {cause}"
+            # One line may do the same with equal operands several times.
+            counts[claim] += 1
+            claims[node] = _hash(f"{claim} {counts[claim]}"), _hash(shared)
     return digests, claims
 
 
@@ -113,10 +117,10 @@ def _find_cause(operations: Operations, node: Node, operands: Mapping[Node, Any]
         # The coordinates on the axes whose ranks may hold other values.
         axes = [axis for axis in operations.axes if not _replicates(leaf.spec, axis)]
         return list(map(comm.rank, axes))
-    start, _ = find_start(node)
+    start, index = find_start(node)
     if start is not None:
         if operations.collectives[start].op in ("all_gather", "all_reduce"):
-            return operations.identities[start]
+            return operations.identities[start], index
         return None
     if node.op != "call_function" or draws(node):
         return None

@@ -159,6 +159,39 @@ def test_a_wrong_replica_of_an_argument_is_named():
     assert spmd(program, 3) == ["verify: the argument [0][0]['w'] did not give the bits of ranks 0 and 1 on rank 2"] * 3
 
 
+def test_each_buffer_of_a_collective_is_compared():
+    """A gather of leaves of two dtypes brings two."""
+    full = {"v": torch.ones(2, dtype=torch.float64), "w": torch.ones(2)}
+
+    def is_buffer(number):
+        return lambda node: my_rank() == 1 and graph_nodes.is_wait(node) and node.args[0].args[1] == number
+
+    def program():
+        params = fs.shard(full, ZERO3(one_axis()))
+        places = []
+        for FLIP.site in map(is_buffer, range(2)):
+            FLIP.runs, FLIP.bit, FLIP.runs_begun = (0, 1), 20, 0
+            report = fs.verify(fs.gather, params)
+            places.append(report and (report.operator, report.ranks))
+        return places
+
+    with patch.object(verify, "run_step", run_with_flip):
+        assert spmd(program, 3) == [[(WAIT, (1,))] * 2] * 3
+
+
+def test_each_of_several_equal_operations_of_a_line_is_compared():
+    """The first one is wrong, and the second one is right."""
+
+    def program():
+        params = fs.shard({"w": torch.ones(2)}, ZERO3(one_axis()))
+        FLIP.site = lambda node: my_rank() == 1 and name_operator(node) == "aten.sin"
+        FLIP.runs, FLIP.bit, FLIP.runs_begun = (0, 1), 20, 0
+        return fs.verify(lambda x, _: x.sin() - x.sin(), torch.ones(2), params).ranks
+
+    with patch.object(verify, "run_step", run_with_flip):
+        assert spmd(program, 3) == [(1,)] * 3
+
+
 GELU = f"""\
 verify: aten.gelu gave other bits in a second run of the same step on rank 1
   phase: forward
