@@ -186,7 +186,9 @@ class Operations:
             # Numbers of nodes differ between ranks, but they wait for the same buffers in the same order.
             waits = sum(map(graph_nodes.is_wait, self.nodes[: number + 1]))
             report = self.locate(node, verdict=verdict, ranks=tuple(ranks), **details)
-            entry = waits, number, process_rank(), str(self.describe(node)), report
+            name = self.describe(node)
+            name = name._replace(number=list(map(self.describe, self.nodes[:number])).count(name))
+            entry = waits, number, process_rank(), str(name), report
         entries = [entry for entry in self.gather(entry) if entry is not None]
         if not entries:
             return None

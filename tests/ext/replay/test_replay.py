@@ -19,7 +19,7 @@ from fshard.ext.replay.replay import measure_nonfinite
 from fshard.extend import graph_nodes
 from fshard.testing import spmd
 from tests.ext.replay.steps import make_step
-from tests.ranks import on_ranks
+from tests.ranks import my_rank, on_ranks
 
 ROWS = 2
 WIDTH = 4
@@ -323,7 +323,18 @@ def test_what_the_caller_allows_is_not_reported():
     for allow in (lines, ["aten.log"]):
         report = replay_on_all(make_zero_on_rank_1, 2, allow=allow)
         assert report is None
-    assert replay_on_all(make_zero_on_rank_1, 2, allow=["aten.exp"]) is not None
+    for allow in (["aten.exp"], ["log"]):
+        assert replay_on_all(make_zero_on_rank_1, 2, allow=allow) is not None
+
+
+def test_ranks_at_the_same_line_in_another_turn_of_a_loop_are_not_named():
+    def program():
+        x = torch.ones(2, 2)
+        x[my_rank(), 0] = 0.0
+        report = fs.replay(lambda x: sum(row.log().sum() for row in x), x)
+        return report.operator, report.ranks
+
+    assert spmd(program, 2) == [("aten.log", (0,))] * 2
 
 
 def test_watch_may_be_a_function_of_a_value_and_its_node():
