@@ -69,7 +69,7 @@ def _varies(start: Any, ends: Mapping[Any, Any], axis: fs.Axis) -> bool:
 
 def _is_opaque(node: Any, axis: fs.Axis) -> bool:
     """Whether a node has a backward of its own, such as a pipeline, which may hide collectives over an axis."""
-    return hasattr(node, "custom") and axis not in variance_of(node).axes
+    return hasattr(node, "run_backward") and axis not in variance_of(node).axes
 
 
 def _describe(misfit: Misfit, path: str, axis: fs.Axis, varies: Callable[[Any], bool]) -> tuple[str, Any, str]:
