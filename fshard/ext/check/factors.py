@@ -72,8 +72,8 @@ class _Powers:
         sources = node.all_input_nodes
         count = max([self.items[source] for source in sources], default=0)
         name = name_of(node)
-        # Losses whose third or fourth argument is 2 add up rows.
-        adds_up = name == "sum" or ("loss" in name and 2 in node.args[2:4])
+        # Losses whose third or fourth argument is 2 add up rows. The delta of a mean may be 2.0.
+        adds_up = name == "sum" or ("loss" in name and "2" in map(str, node.args[2:4]))
         if adds_up and self._values.types[node] >= Agreement.VARYING:
             count = math.prod(shape_of(sources[0])) // max(1, math.prod(shape_of(node)))
         return 0 if name == "div" and node.args[1] == count else count

@@ -202,7 +202,7 @@ class ValueTypes(AxisGraph):
             text = "what a rank computes of its own part of a leaf, or of features, changes this part"
             self._report("missing sum", node, f"{text}; sum it over ranks first, as fs.global_norm does")
             return max(each for each in types if each is not Agreement.TERM)
-        if self.are_means and max(types) >= Agreement.VARYING:
+        if self.are_means and Agreement.VARYING in types:
             text = "a number of this rank's shards meets one of its batch, and the mean over ranks divides both"
             self._report("missing sum", node, f"{text}; compute it of leaves that are gathered")
         return max(types)

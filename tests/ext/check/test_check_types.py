@@ -53,6 +53,7 @@ METRICS = {
     "sum over ranks, over those of all": (lambda w, x, axis: fs.psum(x.sum(), axis) / (x.numel() * axis.size), None),
     "sum of losses": (lambda w, x, axis: fs.psum(F.cross_entropy(x, Y, reduction="sum"), axis), None),
     "sum of means of losses": (lambda w, x, axis: fs.psum(F.cross_entropy(x, Y), axis), "number of ranks"),
+    "sum of means, beside a 2": (lambda w, x, axis: fs.psum(F.huber_loss(x, -x, delta=2.0), axis), "number of ranks"),
 }
 
 
@@ -162,6 +163,43 @@ def test_an_objective_over_two_axes_has_no_power_of_ranks():
     mesh = fs.init_mesh({"replicate": 1, "shard": 1}, device="cpu")
     args = state(lambda _: fs.ddp(mesh, axis=("replicate", "shard"))), X
     assert fs.check(step, *args, mesh={"replicate": 2, "shard": 4}).problems == ()
+
+
+def test_the_number_of_a_rank_may_go_into_terms_of_a_sum():
+    """A bias that one rank adds to a sum over ranks whose loss is no mean over them."""
+
+    def loss_fn(params, x, y, tp):
+        full = fs.gather(params)
+        x = fs.pcast(x * full["norm"], tp, to="varying")
+        bias = fs.pcast(full["bias"], tp, to="varying") * (fs.axis_index(tp) == 0)
+        out = fs.psum_invariant((x @ full["up"].T).relu() @ full["down"].T + bias, tp)
+        return F.cross_entropy(out @ full["head"].T, y)
+
+    mesh = fs.init_mesh({"shard": 1, "tp": 1}, device="cpu")
+    args = state_of(LAYER, parallel(mesh)), X, Y, fs.axis_of(mesh["tp"])
+    assert fs.check(train(loss_fn), *args, mesh=SHARD_TP).problems == ()
+
+
+def test_sums_that_a_pipeline_hides_in_its_backward_are_not_missed():
+    """Stages whose features are split over another axis."""
+
+    def step(params, x, y, tp, pipe):
+        def stage(params, h):
+            split = torch.tanh(fs.pcast(h, tp, to="varying") @ params["up"][0])
+            return h + fs.psum_invariant(split @ params["down"][0], tp)
+
+        loss_fn = fs.pipeline(
+            stage, pipe, microbatches=2, last=lambda _, h, y: (h - y).square().mean(), schedule="1f1b"
+        )
+        loss, _ = fs.value_and_grad(loss_fn)(params, x, y)
+        return params, loss
+
+    mesh = fs.init_mesh({"tp": 1, "pipe": 1}, device="cpu")
+    tp, pipe = fs.axis_of(mesh["tp"]), fs.axis_of(mesh["pipe"])
+    up, down = (fs.masked(fs.split_dim(tp, dim=dim), name) for name, dim in (("up", 2), ("down", 1)))
+    layout = fs.compose(fs.split_dim(pipe, dim=0), up, down)
+    params = fs.shard({"up": torch.ones(2, 6, 8), "down": torch.ones(2, 8, 6)}, layout)
+    assert fs.check(step, params, X, X, tp, pipe, mesh={"tp": 2, "pipe": 2}).problems == ()
 
 
 def test_a_jitted_step_keeps_the_decorators_of_its_function():
