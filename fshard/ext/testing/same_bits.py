@@ -169,7 +169,8 @@ def _report(number: int, ranks: tuple[int, int], differences: Values, leaves: Va
 def _describe_difference(a: Any, b: Any) -> str:
     """Describe how two leaves differ; the text is empty if they have the same bits."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
-        return "" if type(a) is type(b) and a == b else f"expected {describe(a)}, got {describe(b)}"
+        texts = [leaf if leaf is ABSENT else describe(leaf) for leaf in (a, b)]
+        return "" if type(a) is type(b) and a == b else "expected {}, got {}".format(*texts)
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return f"expected {a.dtype} of {tuple(a.shape)}, got {b.dtype} of {tuple(b.shape)}"
     bytes_a, bytes_b = (leaf.reshape(-1, 1).contiguous().view(torch.uint8) for leaf in (a, b))
