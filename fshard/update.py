@@ -422,8 +422,10 @@ def _check_gradients(grads: Tree, params: Flat) -> None:
 
 def _describe_kinds(flat: Flat) -> list[tuple[Any, ...]]:
     """List for each leaf its spec, and the shape and dtype of its tensor; None for what it does not have."""
+    specs = attributes_of(flat.leaves, "spec")
     shapes = attributes_of(flat.tensors, "shape")
-    return list(zip(attributes_of(flat.leaves, "spec"), shapes, attributes_of(flat.tensors, "dtype"), strict=True))
+    dtypes = attributes_of(flat.tensors, "dtype")
+    return list(zip(specs, shapes, dtypes, strict=True))
 
 
 def _describe_misfit(grad: Any, param: Any) -> tuple[str, str] | None:

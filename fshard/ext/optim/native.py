@@ -364,7 +364,13 @@ def adam(
     >>> tx.update({"w": torch.tensor([5.0, -0.01])}, tx.init(params), params)[0]
     {'w': tensor([0.9000, 2.1000])}
     """
-    check_rates("adam", lr, betas, eps=eps, weight_decay=weight_decay)
+    check_rates(
+        "adam",
+        lr,
+        betas,
+        eps=eps,
+        weight_decay=weight_decay,
+    )
     decay = add_decayed_weights(weight_decay, reduction_order="tree")
     return _chain_leafwise(decay, scale_by_adam(betas, eps), _make_descent(lr))
 
@@ -398,7 +404,13 @@ def adamw(
     >>> tx.update({"w": torch.zeros(2)}, tx.init(params), params)[0]  # shrinks by 0.1 * 0.5
     {'w': tensor([0.9500, 1.9000])}
     """
-    check_rates("adamw", lr, betas, eps=eps, weight_decay=weight_decay)
+    check_rates(
+        "adamw",
+        lr,
+        betas,
+        eps=eps,
+        weight_decay=weight_decay,
+    )
     return _chain_leafwise(scale_by_adam(betas, eps), _make_descent(lr, weight_decay))
 
 

@@ -187,7 +187,8 @@ class Operations:
             waits = sum(map(graph_nodes.is_wait, self.nodes[: number + 1]))
             report = self.locate(node, verdict=verdict, ranks=tuple(ranks), **details)
             name = self.describe(node)
-            name = name._replace(number=list(map(self.describe, self.nodes[:number])).count(name))
+            before = list(map(self.describe, self.nodes[:number]))
+            name = name._replace(number=before.count(name))
             entry = waits, number, process_rank(), str(name), report
         entries = [entry for entry in self.gather(entry) if entry is not None]
         if not entries:
