@@ -119,6 +119,7 @@ MIRRORS = {
     "fshard/checkpoint/exchange.py": (
         "tests/checkpoint/test_failing_ranks.py",
         "tests/checkpoint/test_messages.py",
+        "tests/checkpoint/test_refused.py",
     ),
     "fshard/checkpoint/save.py": (
         "tests/checkpoint/test_failing_ranks.py",
