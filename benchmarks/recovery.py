@@ -254,7 +254,8 @@ def cost_of_saves(args: argparse.Namespace) -> dict[str, Any]:
     system = System(TORCHRUN, "cost", (*JITTED, "--steps", str(args.cost_steps)), uses_memory=True)
     larger = argparse.Namespace(**vars(args) | {"configuration": args.cost_configuration, "repeats": 0})
     with launched(system, ranks, larger) as launch:
-        events = follow(launch, PATIENCE, lambda: None)
+        # The ranks say nothing until all turns are done.
+        events = follow(launch, PATIENCE * (1 + args.cost_steps), lambda: None)
         found = [event.values for event in events if event is not None and event.name == "cost"]
         if len(found) != ranks:
             raise SystemExit(f"recovery.py: the cost was not measured\n{launch.output()}")
