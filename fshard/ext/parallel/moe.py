@@ -272,14 +272,14 @@ def load_balance(routing: Routing, axes: Sequence[fs.Axis] = ()) -> torch.Tensor
         axes: The mesh axes over whose ranks choices are counted.
 
     Returns:
-        A scalar; 0 if this rank has no tokens.
+        A scalar, in float32 at least; 0 if this rank has no tokens.
 
     >>> import torch, fshard as fs
     >>> even, uneven = torch.tensor([[99.0, 0.0], [0.0, 99.0]]), torch.tensor([[99.0, 0.0], [99.0, 0.0]])
     >>> fs.moe.load_balance(fs.moe.route(even)), fs.moe.load_balance(fs.moe.route(uneven))
     (tensor(1.), tensor(2.))
     """
-    probs = routing.probs
+    probs = _widen(routing.probs)
     experts_count = probs.shape[-1]
     # [tokens, k] -> [tokens * k, experts]
     choices = routing.experts.reshape(-1, 1)
@@ -299,10 +299,15 @@ def z_loss(logits: torch.Tensor) -> torch.Tensor:
         logits: The router's outputs, (tokens, number of experts).
 
     Returns:
-        A scalar; 0 if there are no tokens.
+        A scalar, in float32 at least; 0 if there are no tokens.
 
     >>> import torch, fshard as fs
     >>> fs.moe.z_loss(torch.zeros(3, 4)), torch.tensor(4.0).log().square()
     (tensor(1.9218), tensor(1.9218))
     """
-    return logits.logsumexp(-1).square().sum() / max(len(logits), 1)
+    return _widen(logits).logsumexp(-1).square().sum() / max(len(logits), 1)
+
+
+def _widen(values: torch.Tensor) -> torch.Tensor:
+    """Cast to float32 at least: counts and sums over tokens pass 65,504, the largest number of float16."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -203,3 +203,13 @@ def test_losses_of_no_tokens_are_0():
     logits = torch.zeros(0, 4)
     assert fs.moe.load_balance(fs.moe.route(logits)) == 0
     assert fs.moe.z_loss(logits) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_losses_of_many_tokens_in_half_precision_are_those_in_float32(dtype):
+    """The largest float16 is 65,504, fewer than these tokens."""
+    logits = (torch.arange(2 * 70_000).sin().unflatten(0, (-1, 2)) * 4).to(dtype)
+    routing, wide = fs.moe.route(logits), logits.float()
+    expected = fs.moe.load_balance(routing._replace(probs=routing.probs.float())), fs.moe.z_loss(wide)
+    assert_trees_close((fs.moe.load_balance(routing), fs.moe.z_loss(logits)), expected, exact=True)
+    assert expected[0] >= 0.99
