@@ -110,6 +110,7 @@ def pipeline(
     With "1f1b", the forward of the loss function runs all backwards too: one forward or backward of a stage in each of
     2 (microbatches + ranks - 1) ticks. A stage holds at most ranks - stage microbatches. The backward of the loss
     function only scales the gradients, which are held until then. There are first derivatives by autograd alone.
+    So in float16 gradients underflow in spite of a scale that multiplies the pipeline's loss: multiply in `last`.
     If nothing requires a gradient, both schedules run only forwards.
 
     Args:
