@@ -307,16 +307,6 @@ def test_a_state_without_values_in_the_layout_of_one_with_values(tmp_path):
     assert_same(manager(tmp_path).restore(state), following)
 
 
-def test_two_slots_a_rank_are_made_once(tmp_path):
-    kept = manager(tmp_path)
-    files = []
-    for step in range(6):
-        kept.save(full(step), step)
-        files.append([path.stat().st_ino for path in slots_in(tmp_path).values()])
-    assert list(map(len, files)) == [1, 2, 2, 2, 2, 2]
-    assert files[1] == files[5]
-
-
 def test_ranks_send_nothing_from_the_third_generation_on(tmp_path):
     def program():
         state = split(0)
@@ -330,16 +320,6 @@ def test_ranks_send_nothing_from_the_third_generation_on(tmp_path):
         return kept.latest_step()
 
     assert spmd(program, 2) == [4, 4]
-
-
-def test_every_so_many_steps(tmp_path):
-    kept = manager(tmp_path, memory_every=3)
-    latest = []
-    for step in range(1, 8):
-        assert not kept.save(full(step), step)
-        latest.append(kept.latest_step())
-    kept.save(full(8), 8, force=True)
-    assert (latest, manager(tmp_path).latest_step()) == ([None, None, 3, 3, 3, 6, 6], 8)
 
 
 def test_the_end_of_a_run_removes_the_directory(tmp_path):
@@ -376,18 +356,6 @@ def test_a_smaller_start_removes_the_slots_of_ranks_that_are_no_more(tmp_path):
         kept.save(split(step), step)
         names.append(len(slots_in(tmp_path)))
     assert names == [6, 2]
-
-
-def test_a_layout_that_changes(tmp_path):
-    """The state may get other leaves in the middle of a run."""
-
-    def program():
-        kept = manager(tmp_path)
-        for step, state in enumerate((split(1), split(2), {"w": split(3), "more": torch.ones(2)}, split(4))):
-            kept.save(state, step)
-            assert_same(manager(tmp_path).restore(zeros_like(state)), state)
-
-    spmd(program, 2)
 
 
 def test_hosts_have_what_their_ranks_hold(tmp_path, monkeypatch):
