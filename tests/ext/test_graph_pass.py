@@ -1,7 +1,6 @@
 """Graphs after passes of the caller: to read, to plan with, in files, and compiled."""
 
 import copy
-import functools
 import json
 
 import pytest
@@ -9,10 +8,8 @@ import torch
 from torch.fx.node import map_arg
 
 import fshard as fs
-from fshard.testing import assert_trees_close, spmd
 from tests.jit.graph_passes import Decide, Recompute, waves
 from tests.ranks import my_rank, on_ranks
-from tests.tolerance import within
 from tests.trees import assert_alike, copied
 
 
@@ -45,30 +42,6 @@ def test_make_graph_shows_the_graph_after_passes():
     assert count_sines(before.module.graph) == 2
     assert graph.peak_bytes() < before.peak_bytes()
     assert graph.collectives() == before.collectives()
-
-
-def plans_of(ranks):
-    """What one process plans for ranks of a mesh, without passes and with one."""
-    plans = []
-    for passes in ((), (Recompute(),)):
-        jitted, arguments = jitted_waves(*passes)
-        plans.append(fs.plan(jitted, *arguments, mesh={"shard": ranks}))
-    return plans
-
-
-def test_plan_predicts_the_graph_after_passes_without_ranks():
-    def peak_of_rank():
-        jitted, arguments = jitted_waves(Recompute())
-        graph = fs.make_graph(jitted)(*arguments)
-        return sum(graph.memory.always_held.values()) + graph.peak_bytes()
-
-    before, after = spmd(functools.partial(plans_of, 2), 1)[0]
-    assert before.peak_bytes > after.peak_bytes == spmd(peak_of_rank, 2)[0]
-    assert before.by_unit() == after.by_unit()
-    counts = []
-    for plan in spmd(functools.partial(plans_of, 4096), 1)[0]:
-        counts.append([moment.operator for moment in plan.timeline].count("aten.sin"))
-    assert counts == [2, 4]
 
 
 def operations_of(function):
@@ -110,13 +83,3 @@ def test_ranks_whose_files_hold_other_decisions_are_named(tmp_path):
     fs.save_graph(tmp_path, jitted, *arguments)
     with pytest.raises(ValueError, match=r"different calls\n  passes: expected decide: a as on .*, got decide: b on"):
         fs.load_graph(tmp_path)(*arguments)
-
-
-# Inductor and what it imports warn of their own.
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.slow
-def test_inductor_compiles_the_graph_after_passes():
-    jitted, (state, x) = jitted_waves(Recompute(), backend="inductor")
-    _, loss = jitted(copied(state), x)
-    _, expected = waves(rows=64).step(state, x)
-    assert_trees_close(loss, expected, **within(expected, terms=x.numel(), dtype=torch.float32))
