@@ -118,14 +118,3 @@ def test_late_streams_find_what_is_lost(library, fault, name):
     assert any(reports)
     for report in reports:
         assert "error" not in report
-
-
-# A unit is cast, gathered in the backward again, reduced, divided and updated: one kernel each, not one for each leaf.
-MOST_KERNELS = 8
-
-
-def test_a_layer_adds_few_kernels_to_those_of_plain_pytorch(library):
-    """A layer of 12 leaves, by each strategy, eager and jitted."""
-    added = run(library, script="tests/accelerator/kernels.py")
-    assert len(added) == 8
-    assert {name: kernels for name, kernels in added.items() if kernels > MOST_KERNELS} == {}
