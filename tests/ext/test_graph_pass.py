@@ -1,6 +1,5 @@
-"""Graphs after passes of the caller: to read, to plan with, in files, and compiled."""
+"""Graphs after passes of the caller, in files."""
 
-import copy
 import json
 
 import pytest
@@ -17,31 +16,6 @@ def jitted_waves(*passes, **options):
     """A jitted step of layers whose backward reads what `Recompute` computes again, and its arguments."""
     case = waves(rows=64)
     return fs.jit(case.step, donate_argnums=0, passes=passes, **options), (case.state, *case.batches[0])
-
-
-def names_of(graph):
-    return [node.name for node in graph.nodes]
-
-
-def count_sines(graph):
-    return len(graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default))
-
-
-@on_ranks(2)
-def test_make_graph_shows_the_graph_after_passes():
-    jitted, arguments = jitted_waves(Recompute())
-    graph = fs.make_graph(jitted)(*arguments)
-    assert jitted.traces == []
-    jitted(*copied(arguments))
-    (program,) = jitted._programs.values()
-    assert names_of(graph.module.graph) == names_of(program.traced.module.graph)
-    assert count_sines(graph.module.graph) == 4
-    without = copy.copy(jitted)
-    without.passes = ()
-    before = fs.make_graph(without)(*arguments)
-    assert count_sines(before.module.graph) == 2
-    assert graph.peak_bytes() < before.peak_bytes()
-    assert graph.collectives() == before.collectives()
 
 
 def operations_of(function):
