@@ -15,7 +15,6 @@ import numpy
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.func import grad, vmap
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
@@ -108,19 +107,6 @@ def test_a_static_name_means_no_argument_that_is_passed_by_position_alone():
     for value in (X, X + 1):
         assert jitted(value, x=2).equal(2 * value)
     assert jitted.traces == [FIRST]
-
-
-def test_under_transforms_it_runs_as_it_is_and_transforms_inside_are_traced():
-    def f(x):
-        return x.sin() * x
-
-    transformed = lambda f: vmap(grad(lambda x: f(x).sum()))(torch.stack([X, X + 1]))  # noqa: E731
-    jitted, inside, leaf = fs.jit(f), fs.jit(vmap(grad(f))), X.clone().requires_grad_()
-    assert transformed(jitted).equal(transformed(f))
-    assert torch.autograd.grad(jitted(leaf).sum(), leaf)[0].equal(torch.autograd.grad(f(leaf).sum(), leaf)[0])
-    for x in (X, X + 1):
-        assert inside(x).equal(vmap(grad(f))(x))
-    assert (jitted.traces, inside.traces) == ([], [FIRST])
 
 
 def test_no_tensor_of_a_call_is_kept():
