@@ -2,6 +2,7 @@
 
 import functools
 import os
+import subprocess
 import sys
 import threading
 from dataclasses import dataclass
@@ -312,6 +313,17 @@ def test_files_that_inductor_has_written_are_no_sources(tmp_path, monkeypatch):
     assert str(kernel) not in sources
 
 
+# Inductor and what it imports warn of their own.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+def test_kernels_of_inductor_are_no_sources():
+    fs.jit(lambda x: x.sin() + x.cos(), backend="inductor")(torch.ones(2))
+    directory = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    paths = [getattr(module, "__file__", None) or "" for module in sys.modules.values()]
+    assert any(path.startswith(directory) for path in paths)
+    assert not any(path.startswith(directory) for path in list_sources())
+
+
 def test_old_files_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(cache_module, "_KEPT", 2)
     cache = fs.graph_cache(tmp_path)
@@ -328,3 +340,38 @@ def test_a_cache_is_refused_where_it_cannot_serve(tmp_path):
         fs.jit(abs, cache=str(tmp_path))
     with pytest.raises(ValueError, match='jit: expected backend to be "graph", whose graphs a cache can keep'):
         fs.jit(abs, cache=fs.graph_cache(tmp_path), backend="inductor")
+
+
+PROGRAM = """
+import sys
+import torch
+import fshard as fs
+
+params = fs.shard({"w": torch.ones(3)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+rate = 0.5
+
+
+def step(params):
+    loss, grads = fs.value_and_grad(lambda params: fs.gather(params)["w"].sum())(params)
+    return fs.tree_map(lambda p, g: p - rate * g, params, grads)
+
+
+jitted = fs.jit(step, cache=fs.graph_cache(sys.argv[1]))
+print(jitted(params)["w"].local.tolist(), jitted.traces)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_is_started_again_traces_only_changed_code(tmp_path):
+    path = tmp_path / "train.py"
+    outputs = []
+    for text in (PROGRAM, PROGRAM, PROGRAM.replace("rate = 0.5", "rate = 0.25"), PROGRAM):
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+            # The start of a process is known to 10 ms, and a file that is as new as the process is not trusted.
+            subprocess.run([sys.executable, "-c", ""], timeout=60, check=True)
+        command = [sys.executable, "-W", "error", str(path), str(tmp_path)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        outputs.append(result.stdout.strip())
+    half, quarter = "[0.5, 0.5, 0.5]", "[0.75, 0.75, 0.75]"
+    assert outputs == [f"{half} {TRACED}", f"{half} {READ}", f"{quarter} {TRACED}", f"{half} {READ}"]

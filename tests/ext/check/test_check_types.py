@@ -58,6 +58,7 @@ METRICS = {
 
 
 @pytest.mark.parametrize("name", METRICS)
+@pytest.mark.rows(len(METRICS))
 def test_type_of_a_number(name):
     f, kind = METRICS[name]
     axis = fs.axis_of(fs.init_mesh({"shard": 1}, device="cpu"))
