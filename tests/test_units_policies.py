@@ -151,6 +151,9 @@ def test_units_differ_in_what_is_gathered_together_ahead_and_again():
     kept = fs.zero3(mesh, min_shard_elements=0, prefetch=0, bucket_bytes=2**20, regather=False)
     assert gathers_of(fs.masked(kept, "blocks.1.*", otherwise=again)) == [first, "blocks.1", last, first]
     assert gathers_of(fs.masked(again, "blocks.1.*", otherwise=kept)) == [first, "blocks.1", last, "blocks.1"]
+    # A rule decides by the names of units before they are merged.
+    named = fs.zero3(mesh, min_shard_elements=0, prefetch=0, bucket_bytes=2**20, regather=("embedding", "blocks.0"))
+    assert gathers_of(named) == [first, "blocks.1 to head", first]
     for prefetch in (0, 1):
         # While blocks.1 computes backward, or when its gradients are complete.
         messages = messages_of(fs.masked(zero3(prefetch=prefetch)(mesh), "blocks.1.*", otherwise=again))

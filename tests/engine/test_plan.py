@@ -1,4 +1,4 @@
-"""Plans as tables, without ranks: which neighbours are merged, and what a plan knows of its units."""
+"""Plans as tables, without ranks: which neighbours are merged, and how many units are gathered ahead."""
 
 from dataclasses import replace
 
@@ -38,70 +38,35 @@ def test_merge_small_units():
     assert merge_small_units([first, make_unit("empty", ()), last], [1, 2, 3]) == [range(3)]
 
 
-# A model of three blocks, the second of which holds two layers, and a head that is tied to the embedding.
-MODULE = (
-    ModuleUnit("embedding", ("embedding",), 1, True),
-    ModuleUnit("first", ("first",), 2, False),
-    ModuleUnit("second", ("second", "plain"), 5, False),
-    ModuleUnit("second.0", ("second.0",), 4, False),
-    ModuleUnit("second.1", ("second.1",), 5, False),
-    ModuleUnit("head", ("embedding", "head"), 6, False),
-)
-SHAPES = {"embedding": (5, 4), "first": (4, 4), "second": (3,), "second.0": (4, 4), "second.1": (8, 4), "head": (6, 2)}
-# Padded bytes of the units; the tied leaf counts in both of those that use it, and a plain leaf in none.
-BYTES = {"embedding": 192, "first": 128, "second": 32, "second.0": 128, "second.1": 256, "head": 96 + 192}
+# How far a policy lets gathers run ahead, the sizes of the next units, and how many of them are gathered.
+AHEAD = [
+    ({"prefetch": 0}, (4, 4), 0),
+    ({"prefetch": 2}, (4, 4, 4), 2),
+    # An empty unit costs nothing.
+    ({"prefetch": 0}, (0, 4), 1),
+    # As many as fit into two buckets, and at least one.
+    ({"bucket_bytes": 4}, (4, 4, 4), 2),
+    ({"bucket_bytes": 4}, (4, 9), 1),
+    ({"bucket_bytes": 4}, (9, 4), 1),
+]
 
 
-def plan_of(ranks=2, **policy):
-    """A plan of two ranks, which fill up dims of odd sizes."""
+def test_units_that_are_gathered_ahead():
+    for policy, sizes, number in AHEAD:
+        ahead = Unit("unit", (), 4, ReshardPolicy(**policy), is_regathered=True)
+        assert ahead.count_ahead(sizes) == number, (policy, sizes)
+
+
+def plan_of(ranks):
+    """A plan of one unit beside another."""
     axis = fs.Axis("shard", ranks, "group")
-    strategy, reshard = fs.zero3(axis, min_shard_elements=0), ReshardPolicy(**policy)
-    specs = [replace(fs.Spec(s).split(axis, 0), transform=strategy, reshard=reshard) for s in SHAPES.values()]
-    return make_plan(MODULE, tuple([LeafFacts(name, spec, 8) for name, spec in zip(SHAPES, specs)]))
+    spec = fs.Spec((4, 4)).split(axis, 0)
+    spec = replace(spec, transform=fs.zero3(axis, min_shard_elements=0), reshard=ReshardPolicy(bucket_bytes=0))
+    units = (ModuleUnit("first", ("first",), 1, False), ModuleUnit("second", ("second",), 2, False))
+    return make_plan(units, (LeafFacts("first", spec, 8), LeafFacts("second", spec, 8)))
 
 
-def facts(plan, *names):
-    """What a plan says of each of its units."""
-    return [tuple(getattr(unit, name) for name in names) for unit in plan.units]
-
-
-def test_a_plan():
-    plan = plan_of(bucket_bytes=0)
-    assert {unit.name: unit.nbytes for unit in plan.units} == BYTES
-    assert facts(plan, "leaf_names", "enclosing", "is_embedding", "last_module_unit", "is_regathered") == [
-        (("embedding",), (), True, 0, True),
-        (("first",), (), False, 1, True),
-        (("second",), (), False, 2, True),
-        (("second.0",), (2,), False, 3, True),
-        (("second.1",), (2,), False, 4, True),
-        (("embedding", "head"), (), False, 5, True),
-    ]
-    assert (plan.unit_of, plan.ends) == ((0, 1, 2, 3, 4, 5), (1, 2, 5, 4, 5, 6))
-    assert not any(unit.is_regathered for unit in plan_of(ranks=1, bucket_bytes=0).units)
-    # It depends on values alone: a call only looks it up.
-    assert plan_of(bucket_bytes=0) is plan
-    assert make_unit("unit", ()) == Unit("unit", (), 0, ReshardPolicy(), False)
-
-
-def test_a_plan_of_merged_units():
-    """By the bytes of their full tensors. Units inside a block are merged with no others."""
-    plan = plan_of(bucket_bytes=128 + 256)
-    # A table that is merged with a layer comes again with it.
-    assert facts(plan, "name", "enclosing", "is_embedding", "last_module_unit") == [
-        ("embedding to first", (), False, 1),
-        ("second", (), False, 2),
-        ("second.0 to second.1", (1,), False, 4),
-        ("head", (), False, 5),
-    ]
-    assert plan.unit_of == (0, 0, 1, 2, 2, 3)
-    # A leaf that units share counts once.
-    total = sum(BYTES.values())
-    plan = plan_of(bucket_bytes=total)
-    assert facts(plan, "name", "nbytes", "leaf_names") == [("embedding to head", total - 192, tuple(SHAPES))]
-    # A rule decides by the names of units before they are merged.
-    plan = plan_of(regather=("second", "second.*"), bucket_bytes=2**20)
-    assert facts(plan, "name", "is_regathered") == [
-        ("embedding to first", False),
-        ("second to second.1", True),
-        ("head", False),
-    ]
+def test_a_plan_depends_on_values_alone_and_one_rank_gathers_nothing_again():
+    """A call only looks it up."""
+    assert plan_of(ranks=2) is plan_of(ranks=2)
+    assert [unit.is_regathered for ranks in (1, 2) for unit in plan_of(ranks).units] == [False, False, True, True]
