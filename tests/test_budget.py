@@ -38,51 +38,8 @@ def test_the_budget_finds_a_breach():
     assert budget.hidden_code('x = "' + "x+" * 101 + '"\nexec("x")\n') == ["1: a string of 202 characters", "2: exec"]
 
 
-def test_rings_are_summed_and_examples_are_not():
-    sizes = {"mesh": Size(5, 1), "ext/plan": Size(7, 1), "ext/trace": Size(1, 1), "examples": Size(9, 1)}
-    assert budget.tokens_of_rings(sizes) == {"core": 5, "extensions": 8}
-
-
 def test_the_package_reads_no_worse_than_the_table_says():
     files = readability.readings()
     text = budget.TABLE.read_text()
     errors = readability.excesses(readability.totals(files), readability.limits(text))
     assert not errors, "\n".join([*errors, *readability.risen_names(files, text)])
-
-
-def test_files_with_more_weak_names_are_named():
-    files = {"jit/jit.py": readability.read((PACKAGE / "jit/jit.py").read_text())}
-    row = readability.table(files)
-    assert readability.risen_names(files, row) == []
-    more = {"jit/jit.py": files["jit/jit.py"]._replace(weak_names=9)}
-    (line,) = readability.risen_names(more, row)
-    assert line.startswith("jit/jit.py: 9 weak names, its row says ")
-    (line,) = readability.risen_names({"tree/flat.py": readability.read("def owned(): pass\n")}, row)
-    assert line.startswith("tree/flat.py: 1 participles, its row says 0: [")
-
-
-def test_the_signs_of_a_file_are_counted():
-    text = (
-        "class Pair:\n    left: int\n    def __init__(self, what: Any, right: int = 2) -> None:\n"
-        "        self.right = [n for n in what if n and right]\n"
-        "def owned(x):  # type: ignore\n    return x if x else 0\n"
-    )
-    assert readability.read(text) == readability.Reading(
-        tokens=51,
-        lines=6,
-        comprehensions=1,
-        name_letters=15,
-        names=5,
-        branches=3,
-        parameters=2,
-        attributes=2,
-        any_parameters=1,
-        type_ignores=1,
-        weak_names=1,
-        participles=1,
-    )
-    assert readability.excesses({"weak names": 2, "participles": 3}, {"weak names": 1}) == [
-        "package: expected a limit of participles",
-        "package: expected at most 1 weak names, got 2",
-    ]
-    assert not any(map(readability.is_participle, ("embed", "is_owned", "read", "check_unused_of")))
