@@ -216,15 +216,6 @@ def test_collectives_in_what_leaves_are_computed_from(compute, world_size):
             assert_trees_close(result, (value, grads), **rounding((value, grads)))
 
 
-# A check takes seconds, and this program has most of what looks like a mistake.
-@pytest.mark.parametrize("program", of_tiers(PROGRAMS, "after a step"))
-@on_ranks(1, timeout=300.0)
-def test_no_problem_is_found_where_gradients_are_right(program):
-    """Of leaves of which some are whole."""
-    *_, (_, params) = params_by_strategy(program, full_params())
-    assert find_problems(PROGRAMS[program], params, batch_of(0)) == []
-
-
 def whole_in_split(p, axis):
     scale = p["b"].local.sum()
     return fs.tree_map(lambda w: w * scale, p["w"])

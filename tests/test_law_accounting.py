@@ -14,7 +14,7 @@ from fshard.testing import assert_trees_close
 from fshard.tree import flatten
 from tests.ranks import my_rank, on_ranks
 from tests.tolerance import within
-from tests.trees import CASTS, FLOATING, OF_EVERY_LEAF, ONE_AXIS, STRATEGIES, meshes, normal, one_axis
+from tests.trees import CASTS, FLOATING, ONE_AXIS, STRATEGIES, meshes, normal, one_axis
 from tests.unit_models import filled
 
 SGD = fs.from_torch(torch.optim.SGD, lr=0.1)
@@ -221,15 +221,6 @@ def test_zero3_moves_n_and_what_is_gathered_again_and_n(world_size):
         assert_sends([entry for entry in record if not entry.scalar], n + regathered + n, world_size)
         records.append(record)
     return records
-
-
-@pytest.mark.rows(1)
-@on_ranks(2, 3, 4)
-def test_the_others_move_two_n(world_size):
-    """Units are gathered once a step, and what ddp does not gather it sums, which counts twice."""
-    for name in ("ddp", "zero2", "zero3 that keeps"):
-        record, sizes = recorded(stack(), OF_EVERY_LEAF[name](one_axis()))
-        assert_sends([entry for entry in record if not entry.scalar], 2 * sum(sizes.values()), world_size)
 
 
 # Which units are frozen, and which are gathered again: those inside, as gradients pass through them, and of those

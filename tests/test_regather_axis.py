@@ -80,9 +80,7 @@ def assert_equal_runs(run, full, mesh, *, frozen=(), jitted=False, **options):
 
 OPTIONS = {
     "a unit each": EVERY_LEAF,
-    "merged": {"min_shard_elements": 0},
     "nothing ahead": {**EVERY_LEAF, "prefetch": 0},
-    "two ahead": {**EVERY_LEAF, "prefetch": 2},
     "some again": {**EVERY_LEAF, "regather": ("1", "3")},
     "small whole leaves": {"bucket_bytes": 0, "min_shard_elements": 20},
     "cast": {**EVERY_LEAF, "param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
@@ -110,8 +108,7 @@ def test_the_backward_gathers_inside_a_group(nodes, locals_):
     spmd(program, world=nodes * locals_)
 
 
-@pytest.mark.rows(2)
-@on_ranks(4, 8, "4 processes")
+@on_ranks(4, 8)
 def test_bytes_are_those_of_the_law(world_size):
     """Across groups P (R - 1) / N; inside P (n - 1) / n, and as much again of the units that were dropped."""
     params = fs.shard(weights(), fs.zero3(mesh_of(2), AXES, regather_axis="local", prefetch=0, **EVERY_LEAF))

@@ -64,7 +64,7 @@ def test_a_call_takes_over_what_has_started(way, regather):
     assert [verb for verb, _ in rest].count("gather") == [verb for verb, _ in messages].count("gather") + 1 - units
 
 
-@on_ranks(1, 2, "2 processes")
+@on_ranks(1, 2)
 def test_evaluation_and_the_verb_take_it_over_too():
     model, params = language()
     (batch,) = tokens(2)[my_rank()]
@@ -108,7 +108,7 @@ def two_weights(**options):
     return fs.shard(values, zero3(prefetch=0, **options)(one_axis()))
 
 
-@on_ranks(2, "2 processes")
+@on_ranks(2)
 def test_a_function_starts_gathers_of_its_own():
     """In the order of the program, eager, in a graph and inside checkpoints."""
     params, x = two_weights(), torch.ones(2, SIDE) * (my_rank() + 1)
