@@ -13,8 +13,6 @@ import torch
 
 import fshard as fs
 from fshard import comm
-from fshard.comm import failure
-from fshard.comm.groups import Group, PendingCollective, RankState, Simulation
 from tests.faults import BadSampleError, Hook, axis_of_all, breaks, outcome, outcome_of
 from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_same_bits
@@ -287,25 +285,6 @@ def test_a_rank_in_init_mesh_does_not_wake_those_that_wait_for_a_late_one():
         axis_of_all()
     assert meet(axis) == 3.0
     assert comm.rank_state().generation == before
-
-
-def test_a_rank_that_has_come_to_init_mesh_is_ahead_and_not_woken():
-    """It has read that all are there, which the one that looks has not yet."""
-    woken = []
-    states = [RankState(rank, torch.distributed.HashStore()) for rank in range(2)]
-    for state in states:
-        state.simulation = Simulation(lambda *arguments: woken.append(arguments), states, None)
-        state.groups["axis"] = Group("axis", [0, 1], state.rank, None, 30.0)
-    ahead, behind = states
-    group = ahead.groups["axis"]
-    entry = group.record_start("all_reduce", "", "")
-    ahead.waiting.collective = PendingCollective(None, ahead, group, entry, awaits=(-1, group.ranks))
-    failure.wake_waiting(behind, "called init_mesh", lambda rank: True)
-    assert behind.failure.reason is None
-    failure.wake_waiting(behind, "called init_mesh", lambda rank: False)
-    reason = behind.failure.reason
-    assert reason.startswith("rank 1 called init_mesh, while others wait for it in a collective\n  rank 0 waits")
-    assert woken == [("axis", 0, reason)]
 
 
 def usage():
