@@ -5,17 +5,12 @@ import importlib
 import json
 import sys
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-
-from fshard.testing import spmd
-from tests.ranks import on_ranks
 
 # torch's ZeroRedundancyOptimizer warns of what it imports.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -73,14 +68,6 @@ def test_results_are_written(gpu, monkeypatch, tmp_path, capsys):
     assert results["predicted"]["bytes_sent"]["shard"] == 3 / 4 * ((2 + 4) * (sum(numbers) - small) + 2 * 4 * small)
 
 
-@pytest.mark.slow
-def test_a_rank_of_several_plans_in_a_process_of_its_own(gpu, monkeypatch):
-    arguments = gpu.Configuration.parse("d64-L1-B1-T16"), "zero3", {"shard": 4}, gpu.chip_of(H100)
-    plan = sys.modules["predict"].predicted(*arguments)
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert gpu.predicted_apart(*arguments) == plan
-
-
 def test_links_are_as_fast_as_what_they_cross(gpu):
     chip = gpu.chip_of(H100)
     for sizes, rates in (({"replicate": 8, "shard": 8}, (40e9, 360e9)), ({"replicate": 2, "shard": 32}, (40e9, 320e9))):
@@ -96,17 +83,6 @@ EQUAL_BITS = {
 }
 
 
-def measure_slow_link(slow_link):
-    """Take a step of all systems, without the hosts, the link and its counters, and no batch is late."""
-    slow_link.hosts.counters = lambda: (0, 0)
-    slow_link.wait_for_batch = lambda seconds: None
-    # Nobody looks at the memory, and a collection takes longer than a step.
-    slow_link.gc = SimpleNamespace(collect=lambda: None)
-    args = argparse.Namespace(configuration=slow_link.Configuration.parse("d64-L2-B1-T16-V64"), dropped=0, rounds=1)
-    results = slow_link.measure(args, slow_link.meter.meter())
-    return {name: values for group in results["groups"].values() for name, values in group.items()}
-
-
 def check_formulas(rows):
     assert {name for name, values in rows.items() if values["has_equal_bits"]} == EQUAL_BITS & set(rows)
     assert all(values["part_of_bound"] < 1 for values in rows.values())
@@ -118,24 +94,6 @@ def check_formulas(rows):
     # Blocks that stay are not gathered again, and a gather that starts ahead is not sent twice.
     assert rows["fshard-policies"]["recorded_bytes"] < rows["fshard-zero3-axes"]["recorded_bytes"]
     assert rows["fshard-started"]["recorded_bytes"] == rows["fshard-waiting"]["recorded_bytes"]
-
-
-@pytest.mark.slow
-def test_bytes_over_a_slow_link_follow_formulas(monkeypatch):
-    """Those of fshard's systems, whose ranks are simulated."""
-    with benchmark("slow_link") as slow_link:
-        for title, systems in slow_link.GROUPS.items():
-            ours = {name: system for name, system in systems.items() if name.startswith("fshard")}
-            monkeypatch.setitem(slow_link.GROUPS, title, ours)
-        for rows in spmd(partial(measure_slow_link, slow_link), 4):
-            check_formulas(rows)
-
-
-@pytest.mark.slow
-@on_ranks("4 processes", timeout=120.0)
-def test_all_systems_over_a_slow_link_take_a_step():
-    with benchmark("slow_link") as slow_link:
-        check_formulas(measure_slow_link(slow_link))
 
 
 RESULTS = BENCHMARKS / "results"
@@ -154,43 +112,6 @@ def test_no_measured_peak_is_below_its_bound():
                 assert rank["peak"] >= results["bounds"][name]["bound"], (results["configuration"]["name"], name)
 
 
-@pytest.mark.slow
-def test_bounds_of_results_are_those_of_today():
-    pytest.importorskip("transformers")
-    with benchmark("memory") as memory:
-        for results in measured_memory():
-            configuration = memory.parse(results["configuration"]["name"])
-            bounds = memory.describe_bounds(results["systems"], configuration, results["ranks"])
-            assert bounds == results["bounds"], configuration.name
-
-
-def small_peaks():
-    """Of each step of the rehearsal and of the slow link: its model, its peak, and over how many ranks it is split."""
-    rehearsal, slow_link = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("rehearsal", "slow_link"))
-    for name, values in rehearsal["systems"].items():
-        kind = name.removesuffix(", jitted")
-        ranks = {"plain": 1, "hsdp": 4}.get(kind, 8)
-        yield rehearsal["configuration"]["name"], values["peak_bytes"], ranks, "zero3" if kind == "hsdp" else kind
-    for title, systems in slow_link["groups"].items():
-        # With microbatches, each host has a replica.
-        ranks = 2 if title == "four microbatches" else 4
-        for values in systems.values():
-            yield slow_link["configuration"]["name"], values["peak_bytes"], ranks, "zero3"
-
-
-@pytest.mark.slow
-def test_peaks_without_a_printed_bound_are_above_theirs():
-    cases = list(small_peaks())
-    assert len(cases) == 26
-    with benchmark("bound") as bound:
-        parse = sys.modules["architectures"].parse
-        for name, ranks in {(name, ranks) for name, _, ranks, _ in cases}:
-            peaks = [(kind, peak) for case, peak, of_ranks, kind in cases if (case, of_ranks) == (name, ranks)]
-            bounds = bound.bounds_of({kind for kind, _ in peaks}, parse(name), ranks)
-            for kind, peak in peaks:
-                assert peak >= bounds[kind].total, (name, kind)
-
-
 def test_a_bound_is_arguments_and_the_largest_operator():
     """By hand, for a model whose logits are larger than all else."""
     with benchmark("bound") as bound:
@@ -206,18 +127,3 @@ def test_a_bound_is_arguments_and_the_largest_operator():
         assert least.operator == "aten._log_softmax_backward_data.default"
         assert least.largest_operator == 3 * logits
         assert least.total == sum(least[:3])
-
-
-@pytest.mark.slow
-def test_a_small_model_is_measured_at_all_budgets():
-    with benchmark("fit") as fit:
-        args = argparse.Namespace(small=True, rounds=1, peers=["fsdp2", "fsdp2-checkpointed"])
-        results = fit.measure_model("gpt", args)
-    rows = results["rows"]
-    budgets = [row for row in rows.values() if row.get("budget")]
-    assert len(budgets) == 10
-    assert set(rows) > {"whole", "checkpointed", "fsdp2", "fsdp2-checkpointed"}
-    assert all(row["has_equal_bits"] for name, row in rows.items() if not name.startswith("fsdp2"))
-    assert all(row["predicted"] <= row["budget"] for row in budgets)
-    assert [row["copies"] > 0 for row in (budgets[0], budgets[-1])] == [False, True]
-    assert all(row["peak"] >= results["bound"]["bound"] and row["ratio"] > 0 for row in rows.values())

@@ -1,6 +1,5 @@
 """The examples of custom transforms keep the laws: lossy sums, half shards, weights of 8 and 4 bits, split layers."""
 
-import re
 import sys
 from math import ceil
 
@@ -12,7 +11,7 @@ import fshard as fs
 from fshard.rounding import tolerance
 from fshard.testing import assert_trees_close, check_transform
 from tests.ranks import my_rank, on_ranks
-from tests.test_processes import ROOT, TORCHRUN, run
+from tests.test_processes import ROOT
 from tests.tolerance import within
 from tests.trees import assert_same_bits, normal, one_axis
 
@@ -84,16 +83,3 @@ def test_a_frozen_base_of_bytes_trains_the_other_leaves_as_one_process_does(bits
     rows = ceil(INNER / world_size) * WIDTH + ceil(WIDTH / world_size) * INNER
     unit = rows * world_size // BLOCK * (SCALE_BYTES + BLOCK * bits // 8)
     assert gathered == 4 * unit
-
-
-@pytest.mark.slow
-def test_the_example_of_split_layers_ends_where_one_process_does():
-    sizes = {"steps": 3, "width": 32, "layers": 1, "context": 16, "batch": 4}
-    out = run(*TORCHRUN, 4, ROOT / "examples/tensor_parallel.py", **sizes)
-    gaps = re.search(r"from one process: (\S+) in a loss, (\S+) in a parameter", out).groups()
-    # Sums over the bytes of all windows, handed on by steps to numbers of up to about 10.
-    batch = sizes["batch"] * sizes["context"]
-    assert max(map(float, gaps)) <= tolerance(torch.float64, terms=batch, scale=10.0, steps=sizes["steps"])
-    sent = {axis: float(megabytes) for megabytes, axis in re.findall(r"(\S+) MB over '(\w+)'", out)}
-    assert sent.keys() == {"shard", "tp"}
-    assert min(sent.values()) > 0
