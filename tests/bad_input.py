@@ -31,11 +31,6 @@ class Row(NamedTuple):
         return self.name
 
 
-def rows_of(name: str, call: Callable[["World", Any], Any], cases: Iterable[tuple[Any, str]]) -> list[Row]:
-    """Rows of a call on the world and a bad value, for each (value, error); `{}` in the name is the value."""
-    return [Row(name.format(value), lambda world, value=value: (world, value), call, error) for value, error in cases]
-
-
 def setup(name: str, call: Callable[..., Any], error: str, *arguments: Any) -> Row:
     """A row whose arguments are values, or functions of the world."""
     return Row(name, lambda world: tuple(a(world) if callable(a) else a for a in arguments), call, error)

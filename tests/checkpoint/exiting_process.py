@@ -49,12 +49,9 @@ def fail():
 
 # For each ending a function of a directory that saves step 2, how the program goes on, and its exit code.
 ENDINGS = {
-    "in_block, leave": (in_block, leave, 3),
     "in_block, interrupt": (in_block, interrupt, -signal.SIGINT),
     "in_block, fail": (in_block, fail, 1),
     "without_close, leave": (without_close, leave, 3),
-    "without_close, interrupt": (without_close, interrupt, -signal.SIGINT),
-    "without_close, fail": (without_close, fail, 1),
     "without_close, end": (without_close, lambda: None, 0),
 }
 

@@ -1,7 +1,6 @@
-"""Manifests and files made to do harm, their digests in order, and a fuzzer of both."""
+"""Manifests made to do harm, their digests in order."""
 
 import builtins
-import contextlib
 import hashlib
 import json
 import os
@@ -13,7 +12,6 @@ import torch
 from fshard import checkpoint
 from fshard.checkpoint import CheckpointError
 from fshard.checkpoint.files import decode
-from tests.checkpoint.states import sampler
 
 MANIFEST, FILE = "manifest.json", "rank-00000.safetensors"
 W = torch.arange(6.0).view(2, 3)
@@ -88,7 +86,8 @@ LEAVES = {
     "chunks of ['w'] do not cover each of its elements once": [
         *(leaf(chunk(), shape=shape) for shape in ([-2, -3], [True, 3], [2.0, 3], [10**400, 3], ["2", 3])),
         *(leaf(chunk(), shape=shape) for shape in ([1] * 65, [0, 3], [HUGE, HUGE])),
-        leaf(*(chunk([i, i], [1, 1]) for i in range(20_000)), shape=[20_000, 20_000]),
+        # A grid of more cells than can be listed.
+        leaf(*(chunk([i, i], [1, 1], file=i) for i in range(1_000)), shape=[1_000, 1_000]),
         leaf(),
         *(leaf(chunk(offset)) for offset in ([HUGE, 0], [1 << 62, 0], [-1, 0], [False, 0], [0])),
         *(leaf(chunk(shape=shape)) for shape in ([HUGE, 3], [2, 3, 1])),
@@ -146,81 +145,3 @@ def test_hostile_bodies(saved):
         nested = b"[" * depth + b"]" * depth
         with pytest.raises(CheckpointError):
             decode(sealed(b'{"step": 1, "tensors": {"w": [%s, [], []]}, "values": {}}' % nested))
-
-
-def with_header(entries, length=None):
-    """The start of a file: a header, and its length or another one."""
-    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
-    return (len(text) if length is None else length).to_bytes(8, "little") + text
-
-
-def split_header(data):
-    """The header of a file, and the rows behind it."""
-    end = 8 + int.from_bytes(data[:8], "little")
-    return data[8:end], data[end:]
-
-
-TOKENS = (
-    *(b"[", b"]", b"{", b"}", b",", b'"', b"\\", b"-", b".", b"e9", b"1", b"99999999999999999999", b"null", b"NaN"),
-    *(b"\xff", b"\0", b"\\ud800", b"[[[[", b'"float"', b"float64", b"../", b'"step"', b"4611686018427387904"),
-)
-VALUES = (0, 1, -1, 2, 5, True, None, 1.5, "", "x", [], {}, [0], {"float": "nan"}, HUGE, 2 * HUGE, 1 << 200, "float32")
-
-
-def mutated(draw, data):
-    """A few random edits of bytes and tokens."""
-    data = bytearray(data)
-    for _ in range(draw.choice((1, 1, 2, 3, 8))):
-        start = draw.randrange(len(data) + 1)
-        stop = min(len(data), start + draw.choice((0, 1, 1, 2, 5, 30)))
-        copied = draw.randrange(len(data) + 1)
-        piece = draw.choice((draw.choice(TOKENS), bytes([draw.randrange(256)]), bytes(data[copied : copied + 9]), b""))
-        data[start:stop] = piece
-    return bytes(data)
-
-
-def swapped_values(draw, value):
-    """The same JSON with something in it put in another's place, or another kind's."""
-    if isinstance(value, (dict, list)) and value and draw.random() < 0.8:
-        key = draw.choice(list(value) if isinstance(value, dict) else range(len(value)))
-        changed = value.copy()
-        changed[key] = swapped_values(draw, value[key])
-        return changed
-    return draw.choice((*VALUES, [value], [value, value]))
-
-
-def is_restored(path):
-    """Whether a fuzzed checkpoint is restored, to values that are right, or refused by a documented exception."""
-    try:
-        restored = checkpoint.restore(path.parent, LIKE)
-    except ValueError as error:
-        assert str(error).startswith("checkpoint.restore: ")  # noqa: PT017
-        return False
-    assert restored["w"].equal(W)
-    return True
-
-
-def test_fuzzed_manifests_and_files(saved):
-    """Whole, and with their digests in order; values come from nowhere else than what was saved."""
-    draw, body = sampler(0), body_of(saved)
-    manifest, data = (saved / MANIFEST).read_bytes(), (saved / FILE).read_bytes()
-    header, rows = split_header(data)
-    for _ in range(100):
-        case = mutated(draw, manifest)
-        (saved / MANIFEST).write_bytes(case)
-        assert is_restored(saved) == (case == manifest), case
-        case = body
-        for _ in range(draw.choice((1, 1, 2, 4))):
-            case = swapped_values(draw, case)
-        for other in (case, mutated(draw, json.dumps(case).encode())):
-            (saved / MANIFEST).write_bytes(sealed(other))
-            is_restored(saved)
-        (saved / MANIFEST).write_bytes(manifest)
-        other_header = draw.choice((mutated(draw, header), swapped_values(draw, json.loads(header))))
-        (saved / FILE).write_bytes(draw.choice((with_header(other_header) + rows, mutated(draw, data))))
-        is_restored(saved)
-        (saved / FILE).write_bytes(data)
-    # Nothing but CheckpointError comes out of the decoder.
-    for _ in range(1500):
-        with contextlib.suppress(CheckpointError):
-            decode(draw.choice((mutated(draw, manifest), sealed(mutated(draw, json.dumps(body).encode())))))
