@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, vmap
+from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
@@ -152,21 +152,3 @@ def test_hessians(world_size):
                 blocks = way(params)
                 dense = {row: {column: blocks[row].local[column].local for column in params} for row in params}
                 assert_trees_close(dense, expected, **within(expected, terms=9, steps=4))
-
-
-@on_ranks(2, 3)
-def test_gradients_of_each_sample():
-    """By gathered parameters they are this rank's own; by sharded ones sample i of all ranks is added up."""
-    x = batch()
-    gradient = grad(lambda p, row: perceptron(p, row[None]))
-    of_each_sample = vmap(gradient, in_dims=(None, 0))
-    for params in params_by(REGATHERED + KEPT):
-        full = fs.gather(params)
-        all_local, all_added = of_each_sample(full, x), of_each_sample(params, x)
-        for i, row in enumerate(x):
-            local = fs.tree_map(lambda leaf: leaf[i], all_local)  # noqa: B023
-            added = fs.tree_map(lambda leaf: leaf[i], all_added)  # noqa: B023
-            expected = gradient(full, row)
-            assert_trees_close(local, expected, **within(expected, terms=9, steps=4))
-            total = fs.scatter_grads(local, like=params, reduce="sum")
-            assert_trees_close(added, total, **within(total, terms=9, steps=4))

@@ -25,7 +25,6 @@ from tests.checkpoint.states import (
     zeros_like,
 )
 from tests.ranks import my_rank, on_ranks
-from tests.transforms.feedback import feedback
 from tests.trees import assert_same_bits, meshes, normal, one_axis
 
 
@@ -117,14 +116,6 @@ def test_training_goes_on_at_another_world_size(make_tx, tmp_path):
 
     for ranks, layout in ((1, "ddp"), (3, "zero3"), (4, "two dims")):
         spmd(lambda: go_on(layout), ranks)  # noqa: B023
-
-
-@on_ranks(3)
-def test_state_of_transforms_that_ranks_have_of_their_own(tmp_path):
-    params = fs.shard({"w": normal()(6, 40)}, feedback(one_axis()))
-    state = fs.tree_map(lambda row: row + my_rank() + 1, fs.transform_state(params))
-    checkpoint.save(tmp_path, state, 1)
-    assert_same(checkpoint.restore(tmp_path, fs.tree_map(lambda leaf: leaf.to("meta"), state)), state)
 
 
 @on_ranks(2)

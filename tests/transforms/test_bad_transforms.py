@@ -9,7 +9,7 @@ import fshard as fs
 from tests.bad_input import Row, assert_all_refused, setup
 from tests.transforms.laws import SGD
 
-MESH, GRID, ZERO2 = map(attrgetter, ("mesh", "grid", "zero2"))
+MESH, GRID = map(attrgetter, ("mesh", "grid"))
 BFLOAT16 = fs.cast(gather=torch.bfloat16)
 
 ONE_AXIS = "mesh: expected one axis, got ('replicate', 'shard'); name one, as in mesh['shard']"

@@ -83,23 +83,6 @@ def test_a_module_with_units_by_everything_at_once(world_size):
     assert_trees_close(fs.tree_leaves(state), fs.tree_leaves(other), **near(other))
 
 
-NAMES = ["layers.0.weight", "layers.1.weight", "layers.1.bias", "head.0.w"]
-MASKS = [
-    (("layers.1.*", "head*"), NAMES[1:]),
-    (["layers.[!0].?ias"], NAMES[2:3]),
-    (lambda name, leaf: "0" in name and leaf.shape == (4, 3), NAMES[:1]),
-]
-
-
-@on_ranks(2)
-def test_masks_choose_leaves_by_their_names():
-    for mask, names in MASKS:
-        params = fs.shard(nested(), fs.compose(fs.fully_shard(one_axis()), fs.masked(fs.cast(gather=BFLOAT16), mask)))
-        dtypes = [leaf.dtype for leaf in fs.tree_leaves(fs.gather(params))]
-        assert [name for name, dtype in zip(NAMES, dtypes, strict=True) if dtype == BFLOAT16] == names
-        assert_same_bits(fs.unshard(params), nested())
-
-
 # Trees, a mask of the leaves that are split, and what leaves are split over in their order.
 SPLIT, WHOLE = fs.P("shard"), fs.P()
 RESHARDED = [
