@@ -152,20 +152,14 @@ MODES = {
 JITTED = ("ddp", "zero3 of large leaves", "hsdp")
 
 
-def of_tiers(programs, fast):
-    """Programs, of which all but one are slow."""
-    return [pytest.param(name, marks=() if name == fast else pytest.mark.slow) for name in programs]
-
-
-@pytest.mark.parametrize("program", of_tiers(("weight norm", "derived of derived", "after a step"), "weight norm"))
-@on_ranks(2, pytest.param(3, marks=pytest.mark.slow))
-def test_second_derivatives(program, world_size):
+@on_ranks(2)
+def test_second_derivatives(world_size):
     """Products of the Hessian with a vector, by reverse mode over reverse mode and by forward mode over it."""
-    f, x = PROGRAMS[program], batch_of(my_rank())
+    f, x = weight_norm, batch_of(my_rank())
     full, draw = full_params(), normal(9)
     direction = {name: draw(*leaf.shape) for name, leaf in full.items()}
     _, expected = jvp(grad(in_one_process(f, world_size)), (full,), (direction,))
-    for _, params in params_by_strategy(program, full):
+    for _, params in params_by_strategy("weight norm", full):
         tangent = fs.shard(direction, params["v"].spec.transform)
         gradient = grad(lambda p: fs.objective(f(p, x), like=p))
         _, forward = jvp(gradient, (params,), (tangent,))

@@ -82,13 +82,3 @@ def test_parameters_are_pinned_after_a_restore(tmp_path):
     assert not any(are_pinned(restored.opt_state))
     blank = fs.tree_map(lambda leaf: leaf.to("meta"), state)
     assert are_pinned(fs.checkpoint.restore(tmp_path, blank).params) == [True, True]
-
-
-def test_what_is_not_offloaded_is_not_pinned(tmp_path, pinned_storages):
-    tx = fs.adamw(0.1)
-    params = fs.shard({"w": torch.ones(4)}, fs.fully_shard(one_axis()))
-    state = fs.TrainState.create(params, tx)
-    state = fs.update(tx, state, gradients_like(state))
-    fs.checkpoint.save(tmp_path, state).wait()
-    fs.checkpoint.restore(tmp_path, state)
-    assert not pinned_storages

@@ -27,28 +27,6 @@ def spec(shape, *splits):
     return result
 
 
-# What splits a shape; the partition, the padded shape and the local shape that it comes to.
-SPLITS = [
-    ((5, 3), [], fs.P(), (5, 3), (5, 3)),
-    ((5, 3), [(SHARD, 0)], fs.P("shard"), (6, 3), (2, 3)),
-    ((5, 4), [(SHARD, 1)], fs.P(None, "shard"), (5, 6), (5, 2)),
-    ((0, 4), [(SHARD, 0)], fs.P("shard"), (0, 4), (0, 4)),
-    ((5, 4), [(SHARD, 0), (TENSOR, 1)], fs.P("shard", "tensor"), (6, 4), (2, 2)),
-    ((7, 4), [(SHARD, 0), (TENSOR, 0)], fs.P(("shard", "tensor")), (12, 4), (2, 4)),
-    # A split number is stored with one dim.
-    ((), [(SHARD, 0)], fs.P("shard"), (3,), (1,)),
-]
-
-
-def test_shapes_of_a_spec():
-    for shape, splits, partition, padded, local in SPLITS:
-        made = spec(shape, *splits)
-        assert (made.partition, made.padded_shape, made.local_shape) == (partition, padded, local)
-        assert made.axes == tuple(axis for axis, _ in splits)
-        assert set(made.partition_axes()) == set(made.axes)
-        assert [made.dim_of(axis) for axis, _ in splits] == [dim for _, dim in splits]
-
-
 def test_axes_of_the_dims_of_a_spec():
     made = spec((7, 4), (SHARD, 0), (TENSOR, 0))
     assert [made.split_axes(dim) for dim in (0, 1)] == [(SHARD, TENSOR), ()]
