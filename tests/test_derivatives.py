@@ -83,7 +83,7 @@ def forth_and_back(params, x):
     return x.square().sum() + fs.gather(params["third"]).sum() * (my_rank() == 0)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_it_is_what_autograd_does_on_full_tensors():
     x = batch()
     functions = penalty_on_weights_and_inputs, third_order_without_graph_and_hooks, hooks_and_a_checkpoint

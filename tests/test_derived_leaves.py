@@ -168,48 +168,6 @@ def test_second_derivatives(world_size):
             assert_trees_close(fs.unshard(product), expected, **rounding(expected))
 
 
-def divided_by_a_sum(v, norm, world_size, axis):
-    """A norm that `psum` adds up over ranks varies, as gathered tensors do."""
-    total = fs.psum(norm, axis) if axis else norm * world_size
-    return fs.tree_map(lambda v: v / total, v)
-
-
-def agreeing_sum(v, norm, world_size, axis):
-    """`psum_invariant` makes a norm agree; where leaves are split, `pcast` hands it to the pieces of each rank."""
-    if axis is None:
-        return norm * world_size
-    total = fs.psum_invariant(norm, axis)
-    return fs.pcast(total, axis, to="varying") if v.spec.partition else total
-
-
-def divided_by_an_agreeing_sum(v, norm, world_size, axis):
-    total = agreeing_sum(v, norm, world_size, axis)
-    return fs.tree_map(lambda v: v / total + total, v)
-
-
-def times_a_norm_plus_its_sum(v, norm, world_size, axis):
-    """A value that varies beside the sum of the same."""
-    total = agreeing_sum(v, norm, world_size, axis)
-    return fs.tree_map(lambda v: v * norm + total, v)
-
-
-@pytest.mark.parametrize("compute", (divided_by_a_sum, divided_by_an_agreeing_sum, times_a_norm_plus_its_sum))
-@on_ranks(1, 2, 3)
-def test_collectives_in_what_leaves_are_computed_from(compute, world_size):
-    def f(p, x, axis=None):
-        norm = fs.gather(p)["v"].norm()
-        return head(fs.gather(compute(p["v"], norm, world_size, axis)), x) * norm
-
-    full, x = {"v": full_params()["v"]}, batch_of(my_rank())
-    grads, value = grad_and_value(in_one_process(f, world_size))(full)
-    of_ranks = partial(f, axis=fs.axis_of(meshes().line))
-    for name in ("ddp", "zero2", "zero3"):
-        params = fs.shard(full, STRATEGIES[name](meshes()))
-        for mode in ("eager", "reference", "by_autograd", *(["jitted"] if name == "zero3" else [])):
-            result = fs.unshard(MODES[mode](of_ranks, params, x))
-            assert_trees_close(result, (value, grads), **rounding((value, grads)))
-
-
 def whole_in_split(p, axis):
     scale = p["b"].local.sum()
     return fs.tree_map(lambda w: w * scale, p["w"])
