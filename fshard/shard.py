@@ -120,16 +120,22 @@ def unshard(tree: Tree) -> Tree:
     """
     flat = flatten(tree)
     check_local("unshard", flat)
-    refuse("unshard: the result takes no gradient", flat.problems(_describe_derivative), LOOK)
+    _refuse_derivatives("unshard", flat, LOOK)
     comm.check_same_call("unshard", _split_over(flat), flat)
     full = iter(unsharded(flat.sharded))
     return flat.unflatten([next(full) if is_sharded(leaf) else leaf for leaf in flat.leaves])
 
 
-def _describe_derivative(leaf: Any) -> str | None:
-    """Describe a leaf whose gradient an unshard would lose."""
-    is_lost = is_sharded(leaf) and _compat.is_differentiated(leaf.local)
-    return "is differentiated here" if is_lost else None
+def _refuse_derivatives(api_name: str, flat: Flat, remedy: str) -> None:
+    """Refuse leaves whose gradients or tangents would be lost, because nothing here is differentiable."""
+
+    def describe_derivative(leaf: Any) -> str | None:
+        if not is_sharded(leaf):
+            return None
+        is_lost = _compat.is_differentiated(leaf.local) or _compat.any_dual([leaf.local])
+        return "is differentiated here" if is_lost else None
+
+    refuse(f"{api_name}: the result takes no gradient", flat.problems(describe_derivative), remedy)
 
 
 def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None) -> Tree:
@@ -149,7 +155,7 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None
 
     Raises:
         ValueError: if a leaf's shape does not match its spec or does not fit the transform, or a leaf has no transform,
-            as the state of one has not.
+            as the state of one has not; or if a leaf is differentiated, as inside of a loss.
 
     >>> import torch, fshard as fs
     >>> def program():
@@ -164,6 +170,7 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None
     flat = flatten(tree)
     params = flatten(getattr(tree, "params", tree))
     check_local("reshard", flat)
+    _refuse_derivatives("reshard", flat, "reshard outside of the loss, or under torch.no_grad()")
     names = _name_by_parameter(flat.names, set(params.names))
     layouts = Layouts("reshard", transform, names, flat.leaves)
     chosen = [] if frozen is None else _choose_frozen("reshard", frozen, params)
@@ -233,6 +240,9 @@ def padded(piece: torch.Tensor, spec: Spec) -> torch.Tensor:
     missing = [size - present for size, present in zip(spec.local_shape, piece.shape, strict=True)]
     if not any(missing):
         return piece
+    if piece.dtype is torch.float8_e8m0fnu:
+        # It has no zero, which its smallest number takes the place of.
+        return padded(piece.view(torch.uint8), spec).view(piece.dtype)
     # torch's order: the last dim first, each with what goes before it and what goes after it.
     widths: list[int] = []
     for rows in reversed(missing):

@@ -1,7 +1,10 @@
 """Law 1: unshard(shard(x)) is x bitwise, and so is any reshard."""
 
+import re
+
 import pytest
 import torch
+from torch.func import grad, jvp
 
 import fshard as fs
 from fshard.tree import flatten
@@ -89,6 +92,43 @@ def test_reshard_between_every_two_layouts(start):
     frozen = fs.shard({"w": full["w"], "v": full["w"]}, fs.ddp(one_axis()), frozen="w")
     moved = fs.reshard(frozen, fs.zero2(one_axis(), min_shard_elements=0))
     assert [leaf.spec.frozen for leaf in moved.values()] == [True, False]
+
+
+@on_ranks(2)
+def test_a_layout_that_changes_in_a_loss_is_refused():
+    """Its gradient would be that of the elements that stay on their rank, and its tangent zero."""
+    columns = fs.fully_shard(one_axis(), dim=1)
+    params = fs.shard({"w": torch.ones(4, 4)}, fs.fully_shard(one_axis()))
+
+    def loss(params):
+        return fs.gather(fs.reshard(params, columns))["w"].sum()
+
+    def differentiate_forward(params):
+        return jvp(loss, (params,), (params,))
+
+    for differentiated in (fs.value_and_grad(loss), grad(loss), differentiate_forward):
+        with pytest.raises(ValueError, match=re.escape(REFUSED)):
+            differentiated(params)
+    with torch.no_grad():
+        assert loss(fs.tree_map(lambda local: local.clone().requires_grad_(), params)) == 16
+
+
+REFUSED = (
+    "reshard: the result takes no gradient\n"
+    "  ['w']: is differentiated here\n"
+    "To fix: reshard outside of the loss, or under torch.no_grad()."
+)
+
+
+@on_ranks(1, 3)
+def test_leaves_of_a_dtype_without_a_zero():
+    """Padding has the smallest number."""
+    full = {"w": torch.tensor([0.5, 1.0, 2.0, torch.nan]).to(torch.float8_e8m0fnu), "scalar": torch.tensor(4.0)}
+    full["scalar"] = full["scalar"].to(torch.float8_e8m0fnu)
+    for _, strategy in every_strategy():
+        params = fs.shard(full, strategy)
+        assert_same_bits(fs.unshard(params), full)
+        assert_same_bits(fs.unshard(fs.reshard(params, fs.ddp(one_axis()))), full)
 
 
 TX = fs.from_torch(torch.optim.AdamW, lr=0.1)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.func import grad_and_value
+from torch.func import grad_and_value, jvp
 
 import fshard as fs
 from fshard.testing import assert_trees_close
@@ -161,6 +161,8 @@ def test_full_tensors_without_a_gradient_are_refused_in_a_loss():
         for differentiate in (fs.value_and_grad, torch.func.grad):
             with pytest.raises(ValueError, match=re.escape(UNSHARDED)):
                 differentiate(loss)(params)
+        with pytest.raises(ValueError, match=re.escape(UNSHARDED)):
+            jvp(loss, (params,), (params,))
         # Of leaves that are not differentiated it may be a part of one.
         full = torch.func.grad(lambda x, params=params: (fs.unshard(params)["w"] * x).sum())(torch.ones(4))
         assert_same_bits(full, torch.ones(4))
