@@ -19,8 +19,6 @@ FinishWithStates = Callable[[], tuple[Tensors, States]]
 
 # The largest code of an element.
 LARGEST = 127
-# The bytes of a block's scale, a float32.
-SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -166,7 +164,7 @@ def _is_lossy(tensor: torch.Tensor) -> bool:
 
 
 def encode(rows: torch.Tensor, spec: fs.Spec, block: int) -> torch.Tensor:
-    """Round each row in blocks, to bytes: the scales of the blocks as float32, then one byte for each element.
+    """Round each row in blocks, to bytes: the scales of the blocks in the wide dtype, then a byte for each element.
 
     Rows may have more dims at the end than the leaf, which vmap adds. Elements that differ there are in different
     blocks.
@@ -183,14 +181,14 @@ def encode(rows: torch.Tensor, spec: fs.Spec, block: int) -> torch.Tensor:
     padded = _pad(values, -size % block)
     # [rows, blocks * block] -> [rows, blocks, block]
     blocks = padded.reshape(len(rows), blocks_count, block)
-    scales = (blocks.abs().amax(-1) / LARGEST).to(torch.float32)
+    scales = blocks.abs().amax(-1) / LARGEST
     # A block of zeros has scale 0: dividing by infinity gives zeros. Values that are not finite become zeros too.
     divisors = torch.where(scales > 0, scales, torch.inf).unsqueeze(-1)
     steps = (blocks / divisors).nan_to_num_(0.0).round_().clamp_(-LARGEST, LARGEST)
     # [rows, blocks, block] -> [rows, elements], without padding
     codes = steps.to(torch.int8).reshape(len(rows), -1)
     codes = codes[:, :size].view(torch.uint8)
-    # [rows, blocks] -> [rows, SCALE_BYTES * blocks]
+    # [rows, blocks] -> [rows, bytes of scales]
     scale_bytes = scales.view(torch.uint8).reshape(len(rows), -1)
     # [rows * batch, bytes] -> [rows, batch * bytes]
     return torch.cat([scale_bytes, codes], dim=1).reshape(count, -1)
@@ -211,10 +209,10 @@ def decode(
         return torch.empty((len(rows), *shape), dtype=dtype, device=rows.device)
     wide_dtype = _wide_dtype(dtype)
     blocks_count = -(-size // block)
-    scales_end = SCALE_BYTES * blocks_count
+    scales_end = wide_dtype.itemsize * blocks_count
     # [rows, batch * bytes] -> [rows * batch, bytes]
     parts = rows.reshape(-1, scales_end + size)
-    scales = parts[:, :scales_end].contiguous().view(torch.float32).to(wide_dtype)
+    scales = parts[:, :scales_end].contiguous().view(wide_dtype)
     codes = _pad(parts[:, scales_end:].view(torch.int8), -size % block)
     # A scale may have been rounded up. Without a limit the largest number of a dtype would become infinite.
     limits = torch.finfo(wide_dtype)
@@ -239,7 +237,7 @@ def _pad(rows: torch.Tensor, zeros: int) -> torch.Tensor:
 
 
 def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that blocks of a dtype are rounded in."""
+    """Return the dtype that blocks of a dtype are rounded in, and their scales sent: it has the same range at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -268,7 +266,7 @@ def quantize(
         error_feedback: Whether the rounding errors of gradients are kept as state and added to the next gradients, so
             that no part of a gradient is lost for good. The state is as large as the full gradients, on every rank; see
             `transform_state`.
-        block: How many elements share a scale of 4 bytes.
+        block: How many elements share a scale of 4 bytes, or in float64 of 8.
         dim: As for `fully_shard`.
         min_shard_elements: As for `fully_shard`. Leaves that are not split are summed exactly.
 

@@ -49,6 +49,18 @@ def test_elements_are_off_by_at_most_half_a_step(world_size):
 
 
 @on_ranks(2)
+def test_numbers_at_both_ends_of_a_dtype():
+    """A float32 has no scale for the largest and the smallest numbers of float64."""
+    for dtype in DTYPES:
+        limits = torch.finfo(dtype)
+        ends = torch.tensor([limits.max, -limits.max, limits.max / 2, 1.0, limits.smallest_normal, 0.0], dtype=dtype)
+        full = torch.cat([ends, ends.flip(0)])
+        rounded = fs.gather(fs.shard([full], fs.quantize(one_axis(), block=2)))[0]
+        off = (rounded.double() / 2 - full.double() / 2).abs()
+        assert (off <= gather_bound(full / 2, 2, 2)).all(), dtype
+
+
+@on_ranks(2)
 def test_what_is_not_finite_makes_its_block_nan_and_nothing_else():
     """Of leaves, where a rank's 12 elements are blocks of 4; and of rank 1's gradient, which the state forgets."""
     for dtype in DTYPES:

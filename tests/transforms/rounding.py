@@ -5,7 +5,7 @@ import torch
 from fshard.rounding import tolerance
 from tests.trees import normal
 
-# The scale is a float32, x / scale is rounded and so is the product, relative to the largest element.
+# The scale is a float32 or wider, x / scale is rounded and so is the product, relative to the largest element.
 FLOAT32 = tolerance(torch.float32, terms=1)
 
 
@@ -42,11 +42,11 @@ def gather_bound(full, ranks, block, dim=0):
 
 
 def rounded(tensor, block):
-    """Each block in steps of its largest magnitude / 127, of float32 numbers."""
+    """Each block in steps of its largest magnitude / 127, of float32 numbers or wider ones."""
     wide = tensor.reshape(-1).to(torch.promote_types(tensor.dtype, torch.float32))
     parts = []
     for part in wide.split(block) if len(wide) else [wide]:
-        scale = (part.abs().max() / 127).float() if len(part) else part.sum()
+        scale = part.abs().max() / 127 if len(part) else part.sum()
         codes = (part / scale).round().clamp(-127, 127) + 0.0  # there is no -0.0 among integers
         parts.append(codes * scale if scale > 0 else torch.zeros_like(part))
     return torch.cat(parts).to(tensor.dtype).reshape(tensor.shape)
