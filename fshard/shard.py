@@ -120,22 +120,17 @@ def unshard(tree: Tree) -> Tree:
     """
     flat = flatten(tree)
     check_local("unshard", flat)
-    _refuse_derivatives("unshard", flat, LOOK)
+    refuse("unshard: the result takes no gradient", flat.problems(_describe_derivative), LOOK)
     comm.check_same_call("unshard", _split_over(flat), flat)
     full = iter(unsharded(flat.sharded))
     return flat.unflatten([next(full) if is_sharded(leaf) else leaf for leaf in flat.leaves])
 
 
-def _refuse_derivatives(api_name: str, flat: Flat, remedy: str) -> None:
-    """Refuse leaves whose gradients or tangents would be lost, because nothing here is differentiable."""
-
-    def describe_derivative(leaf: Any) -> str | None:
-        if not is_sharded(leaf):
-            return None
-        is_lost = _compat.is_differentiated(leaf.local) or _compat.any_dual([leaf.local])
-        return "is differentiated here" if is_lost else None
-
-    refuse(f"{api_name}: the result takes no gradient", flat.problems(describe_derivative), remedy)
+def _describe_derivative(leaf: Any) -> str | None:
+    """Describe a leaf whose gradient or tangent would be lost, because nothing here is differentiable."""
+    if is_sharded(leaf) and (_compat.is_differentiated(leaf.local) or _compat.any_dual([leaf.local])):
+        return "is differentiated here"
+    return None
 
 
 def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None) -> Tree:
@@ -170,7 +165,8 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None
     flat = flatten(tree)
     params = flatten(getattr(tree, "params", tree))
     check_local("reshard", flat)
-    _refuse_derivatives("reshard", flat, "reshard outside of the loss, or under torch.no_grad()")
+    remedy = "reshard outside of the loss, or under torch.no_grad()"
+    refuse("reshard: the result takes no gradient", flat.problems(_describe_derivative), remedy)
     names = _name_by_parameter(flat.names, set(params.names))
     layouts = Layouts("reshard", transform, names, flat.leaves)
     chosen = [] if frozen is None else _choose_frozen("reshard", frozen, params)
@@ -236,18 +232,18 @@ def local_piece(full: torch.Tensor, spec: Spec) -> torch.Tensor:
 
 
 def padded(piece: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Fill this rank's elements up to the shape of a shard, with zeros; the same tensor where none are missing."""
+    """Fill this rank's elements up to the shape of a shard, with zeros; the same tensor where none are missing.
+
+    One dtype has no zero, so that it is filled with ones.
+    """
     missing = [size - present for size, present in zip(spec.local_shape, piece.shape, strict=True)]
     if not any(missing):
         return piece
-    if piece.dtype is torch.float8_e8m0fnu:
-        # It has no zero, which its smallest number takes the place of.
-        return padded(piece.view(torch.uint8), spec).view(piece.dtype)
     # torch's order: the last dim first, each with what goes before it and what goes after it.
     widths: list[int] = []
     for rows in reversed(missing):
         widths += [0, rows]
-    return pad(piece, widths)
+    return pad(piece, widths, value=float(piece.dtype is torch.float8_e8m0fnu))
 
 
 def local_ranges(spec: Spec) -> list[tuple[int, int]]:

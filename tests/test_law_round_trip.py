@@ -122,7 +122,7 @@ REFUSED = (
 
 @on_ranks(1, 3)
 def test_leaves_of_a_dtype_without_a_zero():
-    """Padding has the smallest number."""
+    """Padding has ones."""
     full = {"w": torch.tensor([0.5, 1.0, 2.0, torch.nan]).to(torch.float8_e8m0fnu), "scalar": torch.tensor(4.0)}
     full["scalar"] = full["scalar"].to(torch.float8_e8m0fnu)
     for _, strategy in every_strategy():

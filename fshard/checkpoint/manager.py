@@ -218,6 +218,8 @@ class Manager:
     def restore_or(self, init: Callable[[], Tree]) -> Tree:
         """Read the newest state, of memory or disk, or make one if there is none. Every rank must call this.
 
+        If the only states are in memory, and these ranks cannot read them, it makes one too, with a warning.
+
         Args:
             init: Makes the first state of a run. Where there is one to be read, `model.init` draws nothing in it.
 
@@ -244,7 +246,13 @@ class Manager:
             return init()
         with setting(SKIP_DRAWING, True):
             like = init()
-        return self.restore(like)
+        try:
+            return self.restore(like)
+        except CheckpointError:
+            # Of a state that only the memory of other hosts has each restart would fail again.
+            if latest_step(self._directory) is not None:
+                raise
+            return init()
 
     def close(self) -> None:
         """Wait for the last save to be complete, and remove the states in memory. Every rank must call this."""

@@ -374,6 +374,11 @@ def test_hosts_have_what_their_ranks_hold(tmp_path, monkeypatch):
         # A rank that needs what other hosts have cannot, and then none does; it may have copies of one of them.
         whole = {key: torch.zeros(shape) for key, shape in (("all", 4), ("w", 6))}
         refused(lambda: restarted.restore(whole), checkpoint.CheckpointError)
+        # A run that has no checkpoint yet begins anew, where each restart would fail again.
+        assert_same(restarted.restore_or(lambda: whole), whole)
+        restarted.save(split(2), 2, force=True)
+        restarted.wait()
+        refused(lambda: restarted.restore_or(lambda: {"w": torch.zeros(5)}))
 
     with pytest.warns(UserWarning, match=r"step 1 is in memory.* \['w'\]: \d of its elements are on no"):
         spmd(program, 6)
