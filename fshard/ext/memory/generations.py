@@ -172,12 +172,16 @@ class Generations:
         readable = [each for each in generations if each.is_readable(ranks)]
         # As torchrun says.
         is_restart = read_environment().get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        is_lost = not readable and (generations or is_restart)
-        if is_lost and ranks_on_host(ranks) < ranks and exchange.rank == 0:
+        if ranks_on_host(ranks) < ranks:
+            is_lost = generations or is_restart
+            cause = "hosts are lost together with those that had copies of theirs"
+        else:
+            # A kill in the first save leaves parts of one generation, and loses nothing.
+            is_lost = generations[1:]
+            cause = "ranks saved different numbers or texts in it, or exchanged nothing between two saves"
+        if is_lost and not readable and exchange.rank == 0:
             warnings.warn(
-                f"{exchange.label}: no state in memory is whole, because hosts are lost together with those that had "
-                "copies of theirs. The disk is read",
-                stacklevel=4,
+                f"{exchange.label}: no state in memory is whole, because {cause}. The disk is read", stacklevel=4
             )
         return [each for each in readable if each.step == step or (step is None and each.step >= on_disk)]
 

@@ -201,6 +201,20 @@ def test_ranks_that_a_failure_has_left_a_step_apart_go_on_in_the_same_processes(
     spmd(program, 2)
 
 
+def test_a_warning_says_that_ranks_saved_other_values(tmp_path):
+    """They may have a position of their own, of which the first save alone is compared."""
+
+    def program():
+        kept = manager(tmp_path)
+        for step in range(1, 4):
+            kept.save({**split(step), "position": 10 * step + my_rank() * (step > 1)}, step)
+        return manager(tmp_path).latest_step()
+
+    text = "checkpoint.restore: no state in memory is whole, because ranks saved different numbers or texts in it"
+    with pytest.warns(UserWarning, match=text):
+        assert spmd(program, 2) == [None, None]
+
+
 def test_restore_or_makes_a_state_only_if_there_is_none(tmp_path):
     calls = []
 
