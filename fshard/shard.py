@@ -136,7 +136,9 @@ def _describe_derivative(leaf: Any) -> str | None:
 def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None) -> Tree:
     """Move Sharded leaves to another layout, strategy or mesh of the same ranks, bitwise; one leaf is full at a time.
 
-    Works on parameters, optimizer state, or a whole TrainState.
+    Works on parameters, optimizer state, or a whole TrainState, in which what the optimizer keeps for a parameter is
+    laid out as that parameter is. By itself, optimizer state is laid out by its own names and shapes: pass the
+    TrainState if a mask or `min_shard_elements` decides, or the optimizer keeps means, as `adafactor` does.
 
     Args:
         tree: Pytree with Sharded leaves; other leaves stay as they are.
