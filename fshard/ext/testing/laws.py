@@ -121,7 +121,7 @@ class TransformReport(NamedTuple):
     ...     return fs.testing.check_transform(int8, [(4, 6)], error=1 / 254)
     >>> report = fs.testing.spmd(program, world=2)[0]
     >>> report.gather_bytes, report.scatter_bytes  # of 24 numbers of 8 bytes
-    (16.0, 96.0)
+    (20.0, 96.0)
     >>> 0 < report.gather_error < 1 / 254
     True
     """
