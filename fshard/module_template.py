@@ -21,7 +21,7 @@ from torch import nn
 
 from fshard import _compat
 from fshard.engine import EngineCall, GatheredUnit, Leaf, ModelWalk, ModuleUnit
-from fshard.tree import ModelDtypes, cast_floating
+from fshard.tree import ModelDtypes, cast_floating, tree_leaves
 from fshard.units import WHOLE_MODEL, Dtypes, list_enclosing
 
 
@@ -56,6 +56,9 @@ class ModuleTemplate:
         attributes = [submodule.__dict__ for submodule in self.module.modules()]
         self._buffers = _BufferPlaces(attributes, self.names)
         self._restore = _take_snapshot(attributes)
+        for tensor, name in self.names.items():
+            tensor.__class__ = _StrayTensor
+            tensor.name_in_module = name
 
     def _hook_submodules(self, units: Sequence[ModuleUnit]) -> None:
         """Let submodules fetch weights as they are read, and tell when they begin and end."""
@@ -247,6 +250,10 @@ class _Weights(dict[str, Any]):
         name = self._names[key]
         return None if name is None else self._template.fetch(self, key, name)
 
+    def __delitem__(self, key: str) -> None:
+        """Forget a parameter that was read. It stays a parameter, whether it was read or not."""
+        self.pop(key, None)
+
     def __contains__(self, key: object) -> bool:
         return key in self._names
 
@@ -255,6 +262,27 @@ class _Weights(dict[str, Any]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+class _StrayTensor(torch.Tensor):
+    """A parameter or buffer of the copy, which has no values: a forward gets it only past its submodule.
+
+    Some kernels of torch, such as that of matrix products on a CPU, take a tensor on the meta device, and compute with
+    memory that nobody has written to.
+    """
+
+    name_in_module: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let only attributes be read, such as the shape, and what tells whether it was written to."""
+        if func.__name__ in ("__get__", "is_inference"):
+            return super().__torch_function__(func, types, args, kwargs)
+        strays = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+        raise ValueError(
+            f"apply: {func.__name__} got {strays[0].name_in_module!r} from a list, a closure or another object that "
+            "holds it, where it has no values. Read it as an attribute of its submodule, as in self.weight."
+        )
 
 
 class _BufferPlaces:

@@ -618,6 +618,78 @@ def test_functions_that_read_the_module_as_a_global_are_refused():
             fs.functionalize(module)
 
 
+class Holding(nn.Module):
+    """Reads the weight and the buffer of a layer past the layer."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.layer = nn.Linear(2, 2, bias=False)
+        self.layer.register_buffer("scale", torch.ones(2, 2))
+        weight = self.layer.weight
+        self.tensors = [weight, self.layer.scale]
+        self.multiply = lambda x: x @ weight
+        self.partial = partial(torch.nn.functional.linear, weight=weight)
+        self.read = read
+
+    def forward(self, x):
+        return self.read(self, x)
+
+
+HELD = {
+    "a list": (lambda module, x: x @ module.tensors[0], "matmul", "layer.weight"),
+    "a list of buffers": (lambda module, x: x @ module.tensors[1], "matmul", "layer.scale"),
+    "a closure": (lambda module, x: module.multiply(x), "matmul", "layer.weight"),
+    "a partial": (lambda module, x: module.partial(x), "linear", "layer.weight"),
+    "in place": (lambda module, x: module.tensors[0].mul_(2), "mul_", "layer.weight"),
+}
+
+
+@pytest.mark.parametrize("case", HELD)
+def test_tensors_that_a_forward_reads_past_their_submodule_are_refused(case):
+    """Torch multiplies by a tensor on the meta device as if it had values, and returns memory that nobody wrote."""
+    read, name, tensor = HELD[case]
+    model = fs.functionalize(Holding(read))
+    params = model.init(zero3()(one_axis()))
+    text = (
+        f"apply: {name} got {tensor!r} from a list, a closure or another object that holds it, where it has no values. "
+        "Read it as an attribute of its submodule, as in self.weight."
+    )
+    for leaves in (params, fs.gather(params)):
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            model.apply(leaves, torch.ones(1, 2))
+
+
+def test_a_tensor_that_is_held_elsewhere_may_be_asked_for_its_shape():
+    module = Holding(lambda module, x: module.layer(x) * len(module.tensors[0].shape))
+    model = fs.functionalize(module)
+    params = model.init(zero3()(one_axis()))
+    x = torch.ones(1, 2)
+    for _ in range(2):
+        assert torch.equal(model.apply(params, x), module(x))
+
+
+class Deleting(nn.Module):
+    """Deletes its weight before it is read, or afterwards."""
+
+    def __init__(self, reads_first):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(3.0))
+        self.reads_first = reads_first
+
+    def forward(self, x):
+        before = self.weight if self.reads_first else 0
+        del self.weight
+        return before + self.weight * x
+
+
+@pytest.mark.parametrize("reads_first", (False, True))
+def test_a_parameter_that_a_forward_deletes_stays(reads_first):
+    model = fs.functionalize(Deleting(reads_first))
+    params = model.init(zero3()(one_axis()))
+    expected = torch.arange(3.0) * (3 if reads_first else 2)
+    assert torch.equal(model.apply(params, torch.tensor(2.0)), expected)
+
+
 def test_functions_that_close_over_no_module_are_left_alone():
     module = Closing()
     model = fs.functionalize(module)
