@@ -22,8 +22,8 @@ def check_optimizer(
 
     It makes three updates with random gradients, under several strategies and on each number of ranks. They must end
     where those of one rank end, as closely as torch.testing.assert_close asks. They must not change their arguments,
-    must give the same bits when they are repeated and when they are jitted, and must leave a parameter whose gradient
-    is None as it is. The usual mistake is to take a norm or a sum of this rank's part of a leaf: see `leaf_norms`.
+    must give the same bits when they are repeated and when they are jitted, must keep the structure of the state, and
+    must leave a parameter whose gradient is None as it is. The usual mistake is to take a norm or a sum of this rank's part of a leaf: see `leaf_norms`.
     Call it outside of ranks.
 
     Args:
@@ -123,6 +123,10 @@ def _train(tx: fs.Optimizer, params: Any, gradients: Sequence[Any], name: str, s
 def _check_update(update: Callable[..., fs.TrainState], before: fs.TrainState, grads: Any) -> fs.TrainState:
     """Update once, and assert what holds on each rank by itself."""
     after = fs.testing.check_pure(update, before, grads)
+    if flatten(after.opt_state).treedef != flatten(before.opt_state).treedef:
+        raise AssertionError(
+            "check_optimizer: the state has another structure after an update; return a state as init makes it"
+        )
     law = "the same update twice has other bits; keep all state in the state"
     _assert_same(law, update(before, grads), after)
 

@@ -57,6 +57,10 @@ WRONG = [
         transformation(scale_by_calls),
         "twice has other bits; keep all state in the state: trees differ\n  .params['v']: expected ",
     ),
+    (
+        fs.GradientTransformation(lambda params: {"norm": torch.zeros(())}, lambda grads, state, params: (grads, {})),
+        "check_optimizer: the state has another structure after an update; return a state as init makes it",
+    ),
     (optimizer(lambda param, grad: param - grad), "TypeError: unsupported operand"),
     (
         optimizer(lambda param, grad: param * 0.9 if grad is None else param - grad),
