@@ -44,7 +44,7 @@ class ModuleTemplate:
         """
         self.module = module
         tensors = (*_compat.named_parameters(self.module), *_compat.named_buffers(self.module))
-        self.names: dict[torch.Tensor, str] = {tensor: name for name, tensor in tensors}
+        self.names: dict[Any, str] = {tensor: name for name, tensor in tensors}
         # Set by each call.
         self._values: Mapping[str, torch.Tensor] = {}
         self.dtypes: Dtypes = {}
@@ -69,7 +69,7 @@ class ModuleTemplate:
         for path, submodule in reversed(list(_compat.named_modules(self.module))):
             names = {}
             for key, parameter in _compat.parameters_of(submodule).items():
-                names[key] = None if parameter is None else self.names[parameter]
+                names[key] = self.names.get(parameter)
             submodule.__dict__["_parameters"] = _Weights(self, names)
             _compat.read_parametrized_by(submodule, self._parametrized.read)
             scope = _Scope(
