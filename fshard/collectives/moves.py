@@ -145,7 +145,7 @@ def ragged_all_to_all(tree: Tree, axis: Axis, send_sizes: Sizes, recv_sizes: Siz
     Raises:
         ValueError: if sizes are not one int of 0 or more for each rank, or a rank would not keep the rows that it sends
             to itself.
-        RuntimeError: of torch's, if a leaf has another number of rows.
+        RuntimeError: of torch's, on several ranks, if a leaf has another number of rows.
 
     >>> import torch, fshard as fs
     >>> def program():
