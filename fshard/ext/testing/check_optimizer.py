@@ -23,7 +23,8 @@ def check_optimizer(
     It makes three updates with random gradients, under several strategies and on each number of ranks. They must end
     where those of one rank end, as closely as torch.testing.assert_close asks. They must not change their arguments,
     must give the same bits when they are repeated and when they are jitted, must keep the structure of the state, and
-    must leave a parameter whose gradient is None as it is. The usual mistake is to take a norm or a sum of this rank's part of a leaf: see `leaf_norms`.
+    must leave a parameter whose gradient is None as it is. The usual mistake is to take a norm or a sum of this rank's
+    part of a leaf: see `leaf_norms`.
     Call it outside of ranks.
 
     Args:
