@@ -356,7 +356,7 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
     >>> tx.update({"w": torch.tensor([5.0, -0.5])}, tx.init(params), params)[0]
     {'w': tensor([0.9000, 1.0500])}
     """
-    ends = bool(transformations) and isinstance(transformations[-1], Optimizer)
+    ends = transformations and isinstance(transformations[-1], Optimizer)
     before = transformations[:-1] if ends else transformations
     if not all(isinstance(part, GradientTransformation) for part in before):
         raise ValueError(
@@ -364,7 +364,7 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
             f"{', '.join(map(describe, transformations))}."
         )
 
-    can_wait = bool(before) and getattr(transformations[-1], "is_leafwise", False)
+    can_wait = before and getattr(transformations[-1], "is_leafwise", False)
     bind = getattr(transformations[-2], "bind", None) if can_wait else None
 
     def init(params: Tree) -> Tree:
@@ -372,9 +372,9 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
 
     def run(grads: Tree, state: Tree, params: Tree, donate: bool = False) -> Updated:
         is_own = isinstance(state, tuple) and len(state) == len(transformations)
-        expected = f"a state of {len(transformations)} transformations"
         got = f"one of {len(state)}" if isinstance(state, tuple) else describe(state)
-        expect(is_own, "chain", expected, got, "pass the state that init of this chain made")
+        remedy = "pass the state that init of this chain made"
+        expect(is_own, "chain", f"a state of {len(transformations)} transformations", got, remedy)
         make: Any = None
         states = []
         for i, (part, kept) in enumerate(zip(transformations, state, strict=True)):
