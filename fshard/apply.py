@@ -349,10 +349,20 @@ def _move_buffers(buffers: Buffers, strategy: ShardTransform) -> Buffers:
 
 
 def _check_module(module: Any) -> None:
-    """Refuse what is no module, one that FSDP2 sharded, and hooks on parameters, which fshard would not call."""
+    """Refuse what is no module, one that FSDP2 sharded, and what fshard would not reach.
+
+    Modules that torch.jit made hold their weights in C++, where a copy of them has the weights of the first. Hooks on
+    parameters would not be called.
+    """
     if not isinstance(module, nn.Module):
         remedy = " Pass an instance, not the class." if isinstance(module, type) else ""
         raise ValueError(f"functionalize: module must be an nn.Module, not {describe(module)}.{remedy}")
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, torch.jit.ScriptModule) and [*submodule.parameters()]:
+            raise ValueError(
+                f"functionalize: {name or 'the module'} was made by torch.jit, so it would always compute with its own "
+                "weights. Pass the module as it was before. fs.jit and torch.compile take it."
+            )
     hooks = []
     for name, parameter in _compat.named_parameters(module):
         if hasattr(parameter, "full_tensor"):
@@ -389,7 +399,8 @@ def functionalize(module: nn.Module, units: Units = None) -> Model:
         A Model with `init` and `apply`.
 
     Raises:
-        ValueError: if the module has parameters with hooks, or `units` or a part of it matches nothing.
+        ValueError: if the module has parameters with hooks, or a part with parameters that torch.jit made, or `units`
+            or a part of it matches nothing.
 
     >>> import fshard as fs
     >>> model = fs.functionalize(nn.Linear(2, 3))
@@ -456,10 +467,10 @@ def _refuse_lost_updates(buffers_in: Buffers, buffers_out: Buffers) -> None:
         if buffers_out[name] is not buffer or _compat.version(buffer):
             updated.append(f"[{name!r}]")
     if updated:
-        paths = ", ".join(updated)
         raise ValueError(
-            f"apply: the module updated buffers {paths}, and the updates would be lost. Pass buffers= and keep the "
-            "returned buffers, or use model.eval(). If each forward computes them anew, pass buffers=model.buffers."
+            f"apply: the module updated buffers {', '.join(updated)}, and the updates would be lost. Pass buffers= and "
+            "keep the returned buffers, or use model.eval(). If each forward computes them anew, pass "
+            "buffers=model.buffers."
         )
 
 

@@ -274,13 +274,13 @@ class _StrayTensor(torch.Tensor):
     name_in_module: str
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, *operands: Any) -> Any:
         """Let only attributes be read, such as the shape, and what tells whether it was written to."""
         if func.__name__ in ("__get__", "is_inference"):
-            return super().__torch_function__(func, types, args, kwargs)
-        strays = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+            return super().__torch_function__(func, types, *operands)
+        names = [leaf.name_in_module for leaf in tree_leaves(operands) if isinstance(leaf, cls)]
         raise ValueError(
-            f"apply: {func.__name__} got {strays[0].name_in_module!r} from a list, a closure or another object that "
+            f"apply: {func.__name__} got {names[0]!r} from a list, a closure or another object that "
             "holds it, where it has no values. Read it as an attribute of its submodule, as in self.weight."
         )
 

@@ -668,6 +668,21 @@ def test_a_tensor_that_is_held_elsewhere_may_be_asked_for_its_shape():
         assert torch.equal(model.apply(params, x), module(x))
 
 
+@pytest.mark.parametrize("make", (torch.jit.script, lambda layer: torch.jit.trace(layer, torch.ones(1, 2))))
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_modules_that_torch_jit_made_are_refused(make):
+    """Their weights lie in C++, so they would ignore the parameters of a call and never train."""
+    module = nn.Sequential(nn.Linear(2, 2), make(nn.Linear(2, 2)))
+    for part, name in ((module, "1"), (module[1], "the module")):
+        text = (
+            f"functionalize: {name} was made by torch.jit, so it would always compute with its own weights. Pass the "
+            "module as it was before. fs.jit and torch.compile take it."
+        )
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            fs.functionalize(part)
+    fs.functionalize(nn.Sequential(nn.Linear(2, 2), make(nn.ReLU())))
+
+
 class Deleting(nn.Module):
     """Deletes its weight before it is read, or afterwards."""
 
