@@ -61,8 +61,7 @@ def supports_cpu_messages(axis: Axis) -> bool:
 
 def has_one_rank(axis: Axis) -> bool:
     """Whether nothing is to be sent over an axis."""
-    refuse = refuse_other.get()
-    if refuse is not None:
+    if refuse := refuse_other.get():
         refuse(axis)
     return axis.size == 1
 
@@ -76,10 +75,8 @@ def is_direct(axis: Axis, device: torch.device) -> bool:
         )
     backends = _compat.group_devices(axis.group_name)
     between_cpus = backends.get("cpu")
-    if between_cpus is None:
-        return False
     # Tensors of a device that has no backend of its own are copied through the CPU.
-    return backends.get(device.type, between_cpus) == between_cpus
+    return between_cpus is not None and backends.get(device.type, between_cpus) == between_cpus
 
 
 def _start(
@@ -265,7 +262,9 @@ def start_all_reduce(tensors: Tensors, axis: Axis, label: Caller, *, in_tree: bo
     """
     if has_one_rank(axis) or not tensors:
         return lambda: list(tensors)
-    if _is_one_exchange(tensors, axis) or not (in_tree or is_direct(axis, tensors[0].device)):
+    # Between two ranks an exchange of everything moves no more bytes, and is over in one round.
+    is_one_exchange = axis.size == 2 or sum(tensor.nbytes for tensor in tensors) <= EXCHANGE_BYTES
+    if is_one_exchange or not (in_tree or is_direct(axis, tensors[0].device)):
         return _start(ops.all_reduce, tensors, axis, label, sum_in_tree=in_tree)
     label = make_label(label, tensors)
     rows = [_split_into_rows(tensor, axis.size) for tensor in tensors]
@@ -273,15 +272,11 @@ def start_all_reduce(tensors: Tensors, axis: Axis, label: Caller, *, in_tree: bo
 
     def finish() -> Results:
         sums = all_gather(finish_rows(), axis, label)
-        return [_join_rows(rows, like=tensor) for rows, tensor in zip(sums, tensors, strict=True)]
+        return [
+            rows.reshape(-1)[: tensor.numel()].view(tensor.shape) for rows, tensor in zip(sums, tensors, strict=True)
+        ]
 
     return finish
-
-
-def _is_one_exchange(tensors: Tensors, axis: Axis) -> bool:
-    """Tell whether a sum is cheaper as one exchange of everything than as reduce-scatter and all-gather."""
-    # Between two ranks an exchange of everything moves no more bytes, and is over in one round.
-    return axis.size == 2 or sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= EXCHANGE_BYTES
 
 
 def _split_into_rows(tensor: torch.Tensor, size: int) -> torch.Tensor:
@@ -292,11 +287,6 @@ def _split_into_rows(tensor: torch.Tensor, size: int) -> torch.Tensor:
         # Without the check, pad would copy a tensor that misses nothing.
         flat = torch.nn.functional.pad(flat, (0, missing))
     return flat.view(size, -1)
-
-
-def _join_rows(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Undo `_split_into_rows` for a tensor of the same shape."""
-    return rows.reshape(-1)[: like.numel()].view(like.shape)
 
 
 def _sum(

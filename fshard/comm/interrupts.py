@@ -6,7 +6,6 @@ waits inside torch, nobody would raise it before the other rank comes.
 
 import os
 import signal
-import threading
 import weakref
 from contextlib import suppress
 
@@ -31,7 +30,8 @@ class Interrupts:
 
     def listen(self) -> None:
         """Begin to listen, if this is the main thread; forget signals that Python has handled by now."""
-        if threading.current_thread() is threading.main_thread():
+        # Python refuses it to other threads.
+        with suppress(ValueError):
             before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
             self._is_listening = True
             if before not in (-1, self._write_end):
@@ -43,9 +43,10 @@ class Interrupts:
 
     def stop(self) -> None:
         """Stop to listen, in the thread that began to."""
-        if self._is_listening and threading.current_thread() is threading.main_thread():
-            signal.set_wakeup_fd(-1)
-            self._is_listening = False
+        with suppress(ValueError):
+            if self._is_listening:
+                signal.set_wakeup_fd(-1)
+                self._is_listening = False
 
     def has_come(self) -> bool:
         """Tell whether Ctrl-C has come since the last look; False where the program handles it in a way of its own.
