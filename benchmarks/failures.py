@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import report
@@ -30,7 +31,7 @@ import torch.distributed as dist
 import fshard as fs
 from fshard.comm.connect import connect_groups
 from fshard.comm.failure import Position, notify_peers, poll_peers
-from fshard.comm.groups import Group, PendingCollective, RankState, Simulation, tag_of
+from fshard.comm.groups import Group, PendingCollective, RankState, tag_of
 from fshard.testing import Workers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -169,8 +170,9 @@ def measured(calls: int) -> dict[str, float]:
 class Counted(RankState):
     """A rank whose operations on the store are counted."""
 
+    @property
     def board(self) -> Any:
-        store, counts = super().board(), self.counts
+        store, counts = super().board, self.counts
 
         class Board:
             def __getattr__(self, name: str) -> Any:
@@ -188,15 +190,15 @@ def counted(ranks: int) -> dict[str, int]:
     group = rank.groups["shard"] = Group("shard", everyone, 0, None, 30.0)
     entry = group.record_start("all_reduce", "psum", "(psum)")
     issued = PendingCollective(None, rank, group, entry, since=time.monotonic(), awaits=(-1, everyone))
-    rank.waiting.collective = issued
+    rank.awaited = issued
     for other in everyone[1:]:
         waits = Position(("shard", entry, (-1, everyone)), {"shard": [entry]})
-        RankState.board(rank).set(f"at/{other}", json.dumps(waits))
+        super(Counted, rank).board.set(f"at/{other}", json.dumps(waits))
     poll_peers(rank, issued)
     looked = sum(rank.counts.values())
     rank.counts.clear()
     # Its group has no connections that could be cut.
-    rank.simulation = Simulation(lambda *_: None, [rank], lambda *_: b"")
+    rank.simulation = SimpleNamespace(wake=lambda *_: None, states=[rank])
     notify_peers(rank, "rank 0 failed")
     return {"a look": looked, "a failure": sum(rank.counts.values())}
 

@@ -333,7 +333,7 @@ def _make_request(
     identity = ""
     if dist.is_initialized():
         state = rank_state()
-        generation = state.generation + (state.failure.reason is not None)
+        generation = state.generation + (state.failure is not None)
         has_group = [_compat.find_group(row, limit) is not None for row in rows]
     elif device != "cpu" and _has_few_devices():
         # A launcher may also let each rank see one device of its own alone.

@@ -242,7 +242,7 @@ def check_same_step(api_name: str, given: Tree) -> None:
     Raises:
         ValueError: on every rank, with two steps and ranks that hold them.
     """
-    if not comm.has_renewed() or _compat.is_tracing() or _compat.transforms_active():
+    if comm.rank_state().generation == 0 or _compat.is_tracing() or _compat.transforms_active():
         return
     states: list[TrainState] = []
     map_nodes(states.append, given, TrainState)

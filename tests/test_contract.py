@@ -167,7 +167,7 @@ def press_ctrl_c_in_a_wait():
     """Send this process SIGINT once it waits for another rank."""
 
     def press():
-        while fs.comm.rank_state().waiting.collective is None:
+        while fs.comm.rank_state().awaited is None:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 

@@ -253,7 +253,7 @@ def test_ranks_that_wait_for_one_in_init_mesh_meet_it_there():
         axis = axis_of_all()
         assert meet(axis) == axis.size
         assert comm.rank_state().generation == before + number
-        assert comm.rank_state().failure.reason is None
+        assert comm.rank_state().failure is None
 
 
 @on_ranks(4, pytest.param("4 processes", marks=pytest.mark.slow))

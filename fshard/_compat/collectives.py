@@ -431,7 +431,7 @@ def start_swap(
     elements is not sent.
 
     Args:
-        pair: The connections of `make_pair`.
+        pair: The connections of `make_pair`; None where the process group itself sends.
         name: The process group's name.
         send: What each other rank gets, as bytes.
         receive: Where to write what each other rank sends, as bytes.
@@ -445,7 +445,7 @@ def start_swap(
     """
     group = resolve_process_group(name)
     if pair is None:
-        # Simulated ranks know collectives alone.
+        # Simulated ranks know collectives alone, and so do backends of accelerators.
         nothing = next(iter(send.values())).new_empty(0)
         buffers = [receive.get(rank, nothing) for rank in range(group.size())]
         rows = [send.get(rank, nothing) for rank in range(group.size())]
@@ -463,21 +463,19 @@ def start_swap(
     return works
 
 
-def find_lost_peers(pair: Pair, local_rank: int, size: int) -> tuple[list[int], list[Any]]:
+def find_lost_peers(pair: Pair) -> tuple[list[int], list[Any]]:
     """Find the connections of a pair of groups that have ended, and end none. Checked on 2.13.
 
     Args:
         pair: The connections of `make_pair`.
-        local_rank: This rank's number in the group.
-        size: How many ranks it has.
 
     Returns:
         The ranks whose connections have ended, and receives from the others, which nothing fulfils. Waiting for such a
         receive in vain ends its connection.
     """
     posted, gone = [], []
-    for other in range(size):
-        for group in pair if other != local_rank else ():
+    for other in range(pair[0].size()):
+        for group in pair if other != pair[0].rank() else ():
             try:
                 posted.append(group.recv([torch.empty(1)], other, NEVER_SENT))
             except RuntimeError:
@@ -485,17 +483,15 @@ def find_lost_peers(pair: Pair, local_rank: int, size: int) -> tuple[list[int], 
     return gone, posted
 
 
-def cut(pair: Pair, local_rank: int, size: int) -> None:
+def cut(pair: Pair) -> None:
     """End all connections of a pair of groups, which wakes the ranks that wait there. Checked on 2.13.
 
     gloo has no abort, but a receive that is waited for in vain ends its connection.
 
     Args:
         pair: The connections of `make_pair`.
-        local_rank: This rank's number in the group.
-        size: How many ranks it has.
     """
-    _, posted = find_lost_peers(pair, local_rank, size)
+    _, posted = find_lost_peers(pair)
     for work in posted:
         with suppress(RuntimeError):
             work.wait(timedelta(milliseconds=1))

@@ -22,7 +22,6 @@ from fshard.comm.collective import (
     all_to_all,
     rank,
     reduce_scatter,
-    refuse_other,
     start_all_gather,
     start_all_reduce,
     start_all_to_all,
@@ -38,21 +37,19 @@ from fshard.comm.events import (
     annotate_collectives,
     setting,
 )
-from fshard.comm.failure import CollectiveError, Position, describe_difference, wake_waiting
+from fshard.comm.failure import CollectiveError, describe_difference, wake_waiting
 from fshard.comm.groups import (
     ChainEntry,
     Group,
     PendingCollective,
     RankState,
-    Simulation,
-    has_renewed,
     is_simulated,
     rank_state,
 )
 from fshard.comm.links import list_peers
 from fshard.comm.meeting import Meeting
 from fshard.comm.recorder import record, watched, watchers
-from fshard.comm.streams import copy_stream, current_stream, keep_for_current
+from fshard.comm.streams import copy_stream, keep_for_current
 
 __all__ = ["Collective", "CollectiveError", "Label", "Record", "Verb"]
 __all__ += ["rank", "record"]

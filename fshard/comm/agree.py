@@ -123,13 +123,12 @@ def _facts_of_tree(api_name: str, flat: Flat, arguments: Mapping[str, Any]) -> s
 
 def _compare_call(api_name: str, facts: Mapping[Axis, str], failure_text: str = "") -> None:
     """Compare facts over their axes; raise the failure of a rank, or the first difference, on every rank."""
-    rank_state().call.has_begun = True
+    rank_state().has_begun = True
     pair = _find_differing_facts(facts, Label(Verb.START, (api_name,)), failure_text)
     if not pair:
         return
-    first, _ = pair
-    if not first.is_ready:
-        text = f"{first.text}\nTo fix: correct the error above. {api_name} has not sent any data."
+    if not pair[0].is_ready:
+        text = f"{pair[0].text}\nTo fix: correct the error above. {api_name} has not sent any data."
         if not failure_text:
             report_at_once(text)
         raise CollectiveError(text)
@@ -192,7 +191,7 @@ def _find_differing_facts(
         # Ranks of the next axis must learn of the difference too, or they would not ask for texts with the others.
         known = difference or _digest(facts[axis])
         merge = functools.partial(_merge_digests, number)
-        known = recorder.spread(known, merge, axis, label._replace(parts="a digest"))
+        known = recorder.spread(known, merge, axis, label, "a digest")
         if known[0] != NO_AXIS:
             difference = known
     if not difference:
@@ -201,16 +200,15 @@ def _find_differing_facts(
     # Ranks elsewhere on earlier axes may not know of the difference, and have gone on.
     axes = axes[first_axis:]
     axis = axes[0]
-    label = label._replace(parts="texts")
     place = ", ".join(f"{axis.name}={rank(axis)}" for axis in axes)
     local: list[Any] = [not failure_text, rank(axis), place, failure_text or facts[axis]]
-    pair = merge_objects([local], _keep_first_two, [axis], label)
+    pair = merge_objects([local], _keep_first_two, [axis], label, "texts")
     # The ranks of one row may differ, and those of another agree.
     longest: list[Any] = [-len(pair), pair]
-    _, pair = merge_objects(longest, min, axes[1:], label)
+    _, pair = merge_objects(longest, min, axes[1:], label, "texts")
     if first_axis == 0 or len(set(facts.values())) == 1:
         # All ranks know now why the running call ends, so that nobody needs to report it.
-        rank_state().call.name = None
+        rank_state().call = None
     return [_FactsOfRank(*each) for each in pair]
 
 
@@ -234,6 +232,9 @@ def _find_first_difference(first: _FactsOfRank, other: _FactsOfRank) -> Problem 
     """
     expected: dict[str, str] = json.loads(first.text)
     got: dict[str, str] = json.loads(other.text)
+    for entries in (expected, got):
+        # Keys of an OrderedDict are in the order in which they were set.
+        entries["(order)"] = "\n".join(entries)
     names = dict.fromkeys([*expected, *got])
     for name in sorted(names, key=lambda name: (name != VERB, name in expected and name in got)):
         lines = [facts.get(name, "nothing").split("\n") for facts in (got, expected)]
@@ -241,11 +242,6 @@ def _find_first_difference(first: _FactsOfRank, other: _FactsOfRank) -> Problem 
             if got_line != expected_line:
                 got_text = f"{got_line} on the rank at {other.place}"
                 return Problem(name, got_text, f"{expected_line} as on the rank at {first.place}")
-    # Keys of an OrderedDict are in the order in which they were set.
-    for name, expected_name in zip(got, expected, strict=True):
-        if name != expected_name:
-            expected_text = f"{expected_name} as on the rank at {first.place}"
-            return Problem("(order)", f"{name} on the rank at {other.place}", expected_text)
     return None
 
 
@@ -260,14 +256,19 @@ def all_gather_object(value: Any, axes: Sequence[Axis], label: Caller) -> list[A
     Returns:
         The values in the order of the ranks, the same on every rank; of several axes the first by name varies fastest.
     """
-    label = make_label(label)._replace(parts="a value of each rank")
     # The first axis varies fastest.
     order = json.dumps([rank(axis) for axis in _axes_to_ask(axes)][::-1])
-    values = merge_objects({order: value}, operator.or_, axes, label)
+    values = merge_objects({order: value}, operator.or_, axes, label, "a value of each rank")
     return [values[order] for order in sorted(values, key=json.loads)]
 
 
-def merge_objects(value: T, merge: Callable[[T, T], T], axes: Sequence[Axis], label: Caller) -> T:
+def merge_objects(
+    value: T,
+    merge: Callable[[T, T], T],
+    axes: Sequence[Axis],
+    label: Caller,
+    parts: str = "a merged value",
+) -> T:
     """Merge the values of all ranks of some axes into one.
 
     Ranks send on what is merged: it takes log2 W messages of each, of one value, where `all_gather_object` shows every
@@ -279,15 +280,15 @@ def merge_objects(value: T, merge: Callable[[T, T], T], axes: Sequence[Axis], la
             merged already changes nothing.
         axes: The mesh axes.
         label: The name of the caller, for the recorder.
+        parts: What the value is, for texts.
 
     Returns:
         The merged value, the same on every rank.
     """
     label = make_label(label)
-    label = label._replace(parts=label.parts or "a merged value")
     known = json.dumps(value).encode()
     for axis in _axes_to_ask(axes):
-        known = recorder.spread(known, functools.partial(_merge_json, merge), axis, label)
+        known = recorder.spread(known, functools.partial(_merge_json, merge), axis, label, parts)
     # One rank sees what several would.
     merged: T = json.loads(known)
     return merged
@@ -308,8 +309,8 @@ def join_flags(flags: Sequence[bool], axes: Sequence[Axis], label: Label) -> lis
     Returns:
         For each flag whether it is set on any rank.
     """
-    label = label._replace(parts=f"{len(flags)} flags")
-    return merge_objects(list(flags), lambda some, others: list(map(operator.or_, some, others)), axes, label)
+    parts = f"{len(flags)} flags"
+    return merge_objects(list(flags), lambda some, others: list(map(operator.or_, some, others)), axes, label, parts)
 
 
 def _axes_to_ask(axes: Iterable[Axis]) -> list[Axis]:
@@ -336,12 +337,12 @@ def calling(api_name: str, axes: Callable[[], Sequence[Axis]], begins: bool = Tr
         begins: Whether it begins by a message over them.
     """
     is_alone = torch.compiler.is_dynamo_compiling() or not dist.is_initialized() or _compat.is_tracing()
-    if is_alone or rank_state().call.name:
+    if is_alone or rank_state().call:
         yield
         return
     state = rank_state()
-    state.call.name = api_name
-    state.call.has_begun = not begins
+    state.call = api_name
+    state.has_begun = not begins
     if state.watcher is not None:
         state.watcher.interrupts.listen()
     with _compat.keeping_thread_object(recorder.CALL_KEY, api_name):
@@ -355,7 +356,7 @@ def calling(api_name: str, axes: Callable[[], Sequence[Axis]], begins: bool = Tr
                 _report_failure(state, api_name, axes, error)
             raise
         finally:
-            state.call.name = None
+            state.call = None
             if state.watcher is not None:
                 state.watcher.interrupts.stop()
 
@@ -374,12 +375,12 @@ def _report_failure(
     # Nobody of another mesh waits for this rank.
     if (reachable or not axes) and _must_report(state):
         failure_text = describe_failure(state.rank, api_name, error)
-        if not state.call.has_begun:
+        if not state.has_begun:
             with suppress(Exception):
                 check_same_facts(api_name, dict.fromkeys(reachable, "{}"), failure_text)
         if _must_report(state) and not all_fail(state, f"{api_name} {type(error).__name__}"):
             notify_peers(state, failure_text)
-    in_flight = list(state.waiting.in_flight.values())
+    in_flight = list(state.in_flight.values())
 
     def release() -> None:
         # Wait until the backend has released the tensors that it works on.
@@ -387,7 +388,7 @@ def _report_failure(
             with suppress(RuntimeError):
                 ops.wait(buffer)
 
-    if state.failure.reason is None:
+    if state.failure is None:
         release()
     else:
         # gloo never ends the wait for a message that had come in part when its connection was cut.
@@ -396,7 +397,7 @@ def _report_failure(
 
 def _must_report(state: RankState) -> bool:
     """Whether the other ranks have not heard yet that the call fails."""
-    return state.call.name is not None and state.failure.reason is None
+    return state.call is not None and state.failure is None
 
 
 def axes_in(arguments: Any) -> Sequence[Axis]:

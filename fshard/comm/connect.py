@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from fshard import _compat
@@ -46,7 +47,7 @@ def connect_groups(
             meeting_of_ranks.run(lambda _: _wait_for_all(state, groups))
     for group in new:
         state.groups[group.name] = group
-    if state.watcher is None and state.simulation is None and state.groups:
+    if state.groups and not (state.watcher or state.simulation):
         state.watcher = FailureWatcher(state)
         state.watcher.start()
 
@@ -54,7 +55,7 @@ def connect_groups(
 def _describe_group(state: RankState, name: str) -> Group:
     """Describe a group that is not connected yet."""
     ranks = dist.get_process_group_ranks(_compat.resolve_process_group(name))
-    return Group(name, ranks, ranks.index(state.rank), None, _compat.timeout_of(name))
+    return Group(name, ranks, ranks.index(state.rank), None, _compat.timeout_of(name), links=state.simulation)
 
 
 @contextmanager
@@ -87,6 +88,8 @@ def _connect(state: RankState, group: Group, meeting: Meeting, *, of_processors:
         if of_processors or not _compat.serves_accelerator(group.name):
             # All ranks are here, so that the constructors of gloo, where Ctrl-C is not heard, do not wait for long.
             group.pair = _compat.make_pair(group.name, run)
+        if group.pair is None:
+            group.device = torch.accelerator.current_accelerator() or "cpu"
         if state.generation > 0:
             run(lambda board: _compat.replace_group(group.name, state.generation, board))
     state.sockets |= sockets

@@ -96,12 +96,14 @@ class Position(NamedTuple):
     @classmethod
     def of(cls, state: RankState) -> "Position":
         """Where this rank is."""
-        issued = state.waiting.collective
-        waits = None if issued is None else (issued.group.name, issued.entry, issued.awaits)
+        issued = state.awaited
+        waits = (issued.group.name, issued.entry, issued.awaits) if issued else None
         return cls(waits, {group.name: list(group.chain) for group in list(state.groups.values())})
 
 
 Positions = Mapping[int, Position]
+# Where a rank is that has not told.
+NOWHERE = Position(None, {})
 
 
 def find_difference(positions: Positions) -> str | None:
@@ -111,10 +113,8 @@ def find_difference(positions: Positions) -> str | None:
         for name, entries in position.groups.items():
             for entry in map(ChainEntry._make, entries):
                 started.setdefault((name, entry.number), {})[rank] = entry
-    for place in sorted(started):
-        if difference := describe_difference(started[place]):
-            return difference
-    return None
+    differences = (describe_difference(entries) for _, entries in sorted(started.items()))
+    return next(filter(None, differences), None)
 
 
 def describe_difference(entries: Mapping[int, ChainEntry]) -> str | None:
@@ -137,10 +137,11 @@ def describe_difference(entries: Mapping[int, ChainEntry]) -> str | None:
 
 def _do_rows_agree(entries: Mapping[int, ChainEntry]) -> bool:
     """Whether each rank awaits as many rows from another as that one sends."""
-    for sender, receiver in itertools.permutations(entries.values(), 2):
-        if sender.sends and sender.sends[receiver.place] != receiver.receives[sender.place]:
-            return False
-    return True
+    pairs = itertools.permutations(entries.values(), 2)
+    return all(
+        not sender.sends or sender.sends[receiver.place] == receiver.receives[sender.place]
+        for sender, receiver in pairs
+    )
 
 
 def find_circle(local_rank: int, positions: Positions) -> str | None:
@@ -158,7 +159,7 @@ def find_circle(local_rank: int, positions: Positions) -> str | None:
     reached = _follow(_awaited_by(local_rank, positions), positions)
     if local_rank not in reached:
         return None
-    return "\n".join(["ranks wait for each other in different collectives", *_list_waits(positions, reached)])
+    return _add_waits("ranks wait for each other in different collectives", positions, reached)
 
 
 def _follow(ranks: Iterable[int], positions: Positions) -> set[int]:
@@ -170,29 +171,27 @@ def _follow(ranks: Iterable[int], positions: Positions) -> set[int]:
     return set(reached)
 
 
-def _list_waits(positions: Positions, ranks: Iterable[int]) -> list[str]:
-    """Write a line for each of some ranks that has told where it waits."""
-    lines = []
+def _add_waits(first: str, positions: Positions, ranks: Iterable[int]) -> str:
+    """Write behind a line one for each of some ranks that has told where it waits."""
+    lines = [first]
     for rank in sorted(positions.keys() & ranks):
         if waits := positions[rank].waits:
             lines.append(f"  rank {rank} waits in {ChainEntry(*waits[1])}")
-    return lines
+    return "\n".join(lines)
 
 
 def _awaited_by(rank: int, positions: Positions) -> set[int]:
     """The ranks that one waits for: those of a group that have started fewer collectives, or have not told."""
-    position = positions.get(rank)
-    if position is None or position.waits is None:
+    waits = positions.get(rank, NOWHERE).waits
+    if waits is None:
         return set()
-    name, (number, *_), (step, ranks) = position.waits
-    return {other for other in ranks if _place_in(name, positions.get(other)) < (number, step)}
+    name, (number, *_), (step, ranks) = waits
+    return {other for other in ranks if _place_in(name, positions.get(other, NOWHERE)) < (number, step)}
 
 
-def _place_in(name: str, position: Position | None) -> tuple[int, float]:
+def _place_in(name: str, position: Position) -> tuple[int, float]:
     """Compute the collective and the round that a rank is in; one that does not wait there has ended its rounds."""
-    if position is None or name not in position.groups:
-        return 0, 0
-    number, *_ = position.groups[name][-1]
+    number, *_ = position.groups.get(name, [[0]])[-1]
     if position.waits is None or position.waits[0] != name:
         return number, math.inf
     _, _, (step, _) = position.waits
@@ -216,13 +215,12 @@ def ask_store(ask: Callable[[], Any], seconds: float = 0.0) -> Any:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds + STORE_TIMEOUT)
-    return answers[0] if answers else None
+    return next(iter(answers), None)
 
 
-def read_text(board: Any, key: str) -> str:
-    """Read a text of another rank; "" if there is none."""
-    text: str = board.compare_set(key, "", "").decode()
-    return text
+def read_note(board: Any) -> str:
+    """Read the note; "" if there is none."""
+    return board.get(NOTE).decode() if board.check([NOTE]) else ""
 
 
 def leave_note(board: Any, text: str) -> str:
@@ -240,8 +238,8 @@ def linger(store: Any, board: Any, rank: int, others: Sequence[int]) -> None:
 
 def notify_peers(state: RankState, text: str) -> None:
     """Break this rank's groups: leave a note, end the connections, and linger until all others have read it."""
-    state.failure.reason = cut_connections(state, text)
-    linger(state.store, state.board(), state.rank, state.others)
+    state.failure = cut_connections(state, text)
+    linger(state.store, state.board, state.rank, state.others)
 
 
 def cut_connections(state: RankState, text: str) -> str:
@@ -254,8 +252,8 @@ def cut_connections(state: RankState, text: str) -> str:
     Returns:
         The note that was there first.
     """
-    reason = leave_note(state.board(), text)
-    state.failure.is_cut = True
+    reason = leave_note(state.board, text)
+    state.is_cut = True
     for group in list(state.groups.values()):
         if state.simulation is not None:
             state.simulation.wake(group.name, state.generation, reason)
@@ -263,7 +261,7 @@ def cut_connections(state: RankState, text: str) -> str:
         with suppress(Exception):
             group.links.cut()
             if group.pair is not None:
-                _compat.cut(group.pair, group.local_rank, len(group.ranks))
+                _compat.cut(group.pair)
             # Otherwise an accelerator would wait for ever in a collective that the failed rank does not join.
             _compat.abort_backends(group.name)
     return reason
@@ -280,7 +278,7 @@ def fail_collective(state: RankState, issued: PendingCollective, error: BaseExce
     Returns:
         The error, whose reason is the same on every rank.
     """
-    if state.failure.reason is None:
+    if state.failure is None:
         if state.simulation is not None:
             text = str(error)
         else:
@@ -306,23 +304,21 @@ def _find_ended_ranks(state: RankState, issued: PendingCollective) -> set[int]:
     """Find the ranks whose connections in the group of a collective ended before this rank's."""
     group = issued.group
     # A wait that lasts too long ends its connection itself.
-    if state.failure.is_cut or time.monotonic() - issued.since > TIMEOUT_FRACTION * group.timeout:
+    if state.is_cut or time.monotonic() - issued.since > TIMEOUT_FRACTION * group.timeout:
         return set()
     # The links are those of all axes of a mesh.
     ended = set(group.ranks).intersection(group.links.find_ended_peers())
     if group.pair is not None:
         # The receives must live until the connections are cut.
-        places, group.receives = _compat.find_lost_peers(group.pair, group.local_rank, len(group.ranks))
+        places, group.receives = _compat.find_lost_peers(group.pair)
         ended.update(group.ranks[place] for place in places)
     return ended
 
 
 def make_error(state: RankState, entry: ChainEntry | None = None) -> CollectiveError:
     """Make the error of groups that are broken, for a collective that this rank was in, or None."""
-    lines = [str(state.failure.reason)]
-    if entry is not None:
-        lines.append(f"  rank {state.rank}, this one, was in {entry}")
-    return CollectiveError("\n".join([*lines, f"To fix: {REMEDY}."]))
+    where = f"\n  rank {state.rank}, this one, was in {entry}" if entry else ""
+    return CollectiveError(f"{state.failure}{where}\nTo fix: {REMEDY}.")
 
 
 def _explain_lost_wait(state: RankState, issued: PendingCollective, error: BaseException) -> str:
@@ -338,23 +334,22 @@ def _explain_lost_wait(state: RankState, issued: PendingCollective, error: BaseE
     ended = _find_ended_ranks(state, issued)
     # Others may ask where this rank is while it looks for a note.
     ask_store(lambda: _publish_position(state))
-    grace = 0.0 if ended else NOTE_GRACE
-    note: str | None = ask_store(lambda: read_text(state.board(), NOTE), grace)
+    note: str | None = ask_store(lambda: read_note(state.board), 0.0 if ended else NOTE_GRACE)
     if note:
         return note
     positions = _ask_positions(state, issued.awaits[1], len(issued.group.ranks))
-    absent = [] if ended else _find_absent_ranks(issued, positions)
+    blamed = ended or _find_absent_ranks(issued, positions)
     if ended:
         first = describe_ended_ranks(sorted(ended))
-    elif absent:
-        first = f"{name_ranks(absent)} did not join a collective within {seconds:.0f} s. {LOOK_FOR_HANG}"
+    elif blamed:
+        first = f"{name_ranks(sorted(blamed))} did not join a collective within {seconds:.0f} s. {LOOK_FOR_HANG}"
     else:
         first = f"rank {state.rank} failed in {issued.entry}: {error!s:.{TEXT_LENGTH}}"
     # A rank that is gone, or does not come, may have told of an earlier wait.
-    return "\n".join([first, *_list_waits(positions, positions.keys() - ended.union(absent))])
+    return _add_waits(first, positions, positions.keys() - blamed)
 
 
-def _find_absent_ranks(issued: PendingCollective, positions: Positions) -> list[int]:
+def _find_absent_ranks(issued: PendingCollective, positions: Positions) -> set[int]:
     """Find the ranks to blame for a wait that was too long: those that wait for nobody themselves."""
     local_rank = issued.state.rank
     step, source = issued.awaits
@@ -362,12 +357,12 @@ def _find_absent_ranks(issued: PendingCollective, positions: Positions) -> list[
     first = _awaited_by(local_rank, positions) if step < 0 else {*source}
     blamed = {rank for rank in _follow(first, positions) - {local_rank} if not _awaited_by(rank, positions)}
     # A rank may have gone on since it told where it waits.
-    return sorted(blamed or first)
+    return blamed or first
 
 
 def _publish_position(state: RankState) -> None:
     """Show other ranks where this one is."""
-    state.board().set(f"at/{state.rank}", json.dumps(Position.of(state)))
+    state.board.set(f"at/{state.rank}", json.dumps(Position.of(state)))
 
 
 def _ask_positions(state: RankState, ranks: Sequence[int], limit: int = MAX_RANKS_PER_POLL) -> dict[int, Position]:
@@ -376,15 +371,15 @@ def _ask_positions(state: RankState, ranks: Sequence[int], limit: int = MAX_RANK
     Simulated ranks are threads, and need not tell.
     """
     if state.simulation is not None:
-        return {peer.rank: Position.of(peer) for peer in list(state.simulation.ranks)}
-    board = state.board()
+        return {peer.rank: Position.of(peer) for peer in list(state.simulation.states)}
+    board = state.board
     positions = {state.rank: Position.of(state)}
     listed = [rank for rank in ranks if rank != state.rank][:limit]
 
     def read() -> None:
         # The list grows as it is read.
         for rank in listed:
-            text = read_text(board, f"at/{rank}")
+            text = board.compare_set(f"at/{rank}", "", "").decode()
             if text:
                 positions[rank] = Position(*json.loads(text))
             awaited = _awaited_by(rank, positions).difference(listed, positions)
@@ -405,16 +400,15 @@ def wake_waiting(state: RankState, action: str, has_come: Callable[[int], bool])
         action: What this rank does instead.
         has_come: Tells whether another rank has come to where this one waits.
     """
-    if state.failure.reason is not None or not state.others:
+    if state.failure is not None or not state.others:
         return
     # Different ones at each look, because a look asks a few only.
     positions = _ask_positions(state, random.sample(state.others, len(state.others)))
-    behind = [rank for rank in positions if state.rank in _awaited_by(rank, positions)]
     # A rank that has arrived here and now waits is ahead of this one, which has not yet noticed that all have arrived.
-    waiting = [rank for rank in behind if not has_come(rank)]
+    waiting = [rank for rank in positions if state.rank in _awaited_by(rank, positions) and not has_come(rank)]
     if waiting:
         first = f"rank {state.rank} {action}, while others wait for it in a collective"
-        notify_peers(state, "\n".join([first, *_list_waits(positions, waiting)]))
+        notify_peers(state, _add_waits(first, positions, waiting))
 
 
 def all_fail(state: RankState, place: str) -> bool:
@@ -427,10 +421,10 @@ def all_fail(state: RankState, place: str) -> bool:
     Returns:
         Whether they do.
     """
-    state.failure.count += 1
+    state.failed_calls += 1
     started = sum(group.chain[-1].number for group in state.groups.values())
-    board = state.board()
-    key = f"failed/{state.failure.count}/{place} at {started}"
+    board = state.board
+    key = f"failed/{state.failed_calls}/{place} at {started}"
     keys = [f"{key}/{rank}" for rank in state.others]
     ask_store(lambda: board.set(f"{key}/{state.rank}", ""))
     return bool(ask_store(lambda: board.check(keys), SAME_FAILURE_WINDOW))
@@ -489,10 +483,10 @@ class FailureWatcher(threading.Thread):
         """End a wait if Ctrl-C came; poll the others after 0.4 s in one wait, then after 1, 2, 4 and more."""
         # A signal is told once, so the wait that it may have come in is looked for behind it.
         has_interrupt = self.interrupts.has_come()
-        issued = state.waiting.collective
+        issued = state.awaited
         if has_interrupt and issued is not None:
-            cut_connections(state, describe_interrupt(issued, KeyboardInterrupt()))
-        wait = None if issued is None else (issued.since, issued.awaits)
+            cut_connections(state, describe_failure(state.rank, state.call or issued.entry, KeyboardInterrupt()))
+        wait = (issued.since, issued.awaits) if issued else None
         if self._published not in (None, wait):
             # Others would take this rank for one that waits, and look for the cause of their waits elsewhere.
             with suppress(Exception):
@@ -513,13 +507,6 @@ class FailureWatcher(threading.Thread):
                 self._next_poll = 0.0
 
 
-def describe_interrupt(issued: PendingCollective, error: BaseException) -> str:
-    """Say that an error came in the wait for a collective."""
-    state = issued.state
-    # All ranks may have heard by now that the call ends, while this one tells them why.
-    return describe_failure(state.rank, state.call.name or issued.entry, error)
-
-
 def describe_failure(rank: int, place: object, error: BaseException) -> str:
     """Say that a rank has failed at a place, such as a call, with an error."""
     name = type(error).__name__
@@ -538,12 +525,12 @@ def poll_peers(state: RankState, issued: PendingCollective) -> bool:
     Returns:
         Whether the wait was ended.
     """
-    reason = read_text(state.board(), NOTE)
+    reason = read_note(state.board)
     if not reason:
         _publish_position(state)
         positions = _ask_positions(state, issued.awaits[1])
         reason = find_difference(positions) or find_circle(state.rank, positions) or ""
-    if not reason or state.waiting.collective is not issued:
+    if not reason or state.awaited is not issued:
         return False
     cut_connections(state, reason)
     return True

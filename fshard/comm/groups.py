@@ -7,7 +7,7 @@ import os
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -43,11 +43,6 @@ class ChainEntry(NamedTuple):
         return f"{self.text}, sends {self.sends}, awaits {self.receives}" if self.sends else self.text
 
 
-def _start_chain() -> deque[ChainEntry]:
-    """The entries of a group that has started nothing: number 0, which no collective has."""
-    return deque([ChainEntry(0, 0, "")], KEPT_ENTRIES)
-
-
 @dataclass(eq=False)
 class Group:
     """The ranks of an axis, and this rank's connections to them.
@@ -59,9 +54,10 @@ class Group:
         pair: The connections that rows of tensors are sent over; None beside a backend that sends itself, and for
             simulated ranks.
         timeout: Seconds that a rank waits there for another.
-        chain: The last collectives that have been started; `recorder.py` writes it.
-        links: The connections over which ranks agree; None for simulated ranks.
+        chain: The last collectives that have been started, behind number 0, which none has; `recorder.py` writes it.
+        links: The `Links` over which ranks agree; of simulated ranks what simulates them, which swaps as these do.
         receives: Those by which this rank has found out which connections have ended; see `_compat.find_lost_peers`.
+        device: The device whose memory rows are sent from: an accelerator where its backend sends them.
     """
 
     name: str
@@ -69,9 +65,10 @@ class Group:
     local_rank: int
     pair: Any
     timeout: float
-    chain: deque[ChainEntry] = field(default_factory=_start_chain)
+    chain: deque[ChainEntry] = field(default_factory=lambda: deque([ChainEntry(0, 0, "")], KEPT_ENTRIES))
     links: Any = None
     receives: Sequence[Any] = ()
+    device: Any = "cpu"
 
     def record_start(self, op: str, hashed: str, text: str, *sizes: Sequence[int]) -> ChainEntry:
         """Record that a collective starts.
@@ -130,90 +127,45 @@ class PendingCollective:
 
 
 @dataclass(eq=False)
-class RunningCall:
-    """The outermost call of fshard that runs; `agree.py` writes it.
-
-    Attributes:
-        name: Its name; None if none runs, or if all ranks have heard why it ends.
-        has_begun: Whether the message that begins it has been sent.
-    """
-
-    name: str | None = None
-    has_begun: bool = False
-
-
-@dataclass(eq=False)
-class Waiting:
-    """What this rank waits for; `recorder.py` writes it.
-
-    Attributes:
-        collective: The collective that it waits for now, if it does.
-        in_flight: Buffers that have not been waited for, by their ids.
-    """
-
-    collective: PendingCollective | None = None
-    in_flight: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)
-
-
-@dataclass(eq=False)
-class Failure:
-    """What has failed in this generation; `failure.py` and `meeting.py` write it.
-
-    Attributes:
-        reason: The text that all ranks raise, once the groups are broken.
-        count: How many calls have failed on this rank.
-        is_cut: Whether this rank has ended its connections.
-    """
-
-    reason: str | None = None
-    count: int = 0
-    is_cut: bool = False
-
-
-class Simulation(NamedTuple):
-    """The simulated ranks of one process.
-
-    Attributes:
-        wake: Ends the waits of simulated ranks in a group of some generation, with a text.
-        ranks: What each of them knows, this one too.
-        swap: Sends a rank of a group, by its place there, a message, and returns the one that this rank is sent.
-    """
-
-    wake: Callable[[str, int, str], None]
-    ranks: Sequence["RankState"]
-    swap: Callable[[Group, int, bytes], bytes]
-
-
-@dataclass(eq=False)
 class RankState:
     """All that a process, or a simulated rank, knows of the others.
 
     Attributes:
         rank: Its number.
         store: By which ranks found each other; what is written there begins with the generation.
-        simulation: Of a simulated rank; None for a process.
+        simulation: Of a simulated rank what knows all of them (`states`), and ends their waits (`wake`); None for a
+            process.
         generation: How often groups have been made anew.
         groups: By the name of the axis's process group.
         sockets: Those of the pairs and the links of all groups, of earlier ones too.
-        call: The outermost call that runs.
-        waiting: What it waits for.
-        failure: What has failed.
+        call: The name of the outermost call that runs; None if none runs, or if all ranks have heard why it ends.
+        has_begun: Whether the message that begins that call has been sent.
+        awaited: The collective that it waits for now, if it does.
+        in_flight: Buffers that have not been waited for, by their ids.
+        failure: The text that all ranks raise, once the groups are broken.
+        is_cut: Whether this rank has ended its connections.
+        failed_calls: How many calls have failed on this rank in this generation.
         compared: The structures of the states whose steps ranks have compared in this generation.
         watcher: The thread that watches it.
     """
 
     rank: int
     store: Any
-    simulation: Simulation | None = None
+    simulation: Any = None
     generation: int = 0
     groups: dict[str, Group] = field(default_factory=dict)
     sockets: _compat.Sockets = field(default_factory=dict)
-    call: RunningCall = field(default_factory=RunningCall)
-    waiting: Waiting = field(default_factory=Waiting)
-    failure: Failure = field(default_factory=Failure)
+    call: str | None = None
+    has_begun: bool = False
+    awaited: PendingCollective | None = None
+    in_flight: weakref.WeakValueDictionary[int, Any] = field(default_factory=weakref.WeakValueDictionary)
+    failure: str | None = None
+    is_cut: bool = False
+    failed_calls: int = 0
     compared: set[Any] = field(default_factory=set)
     watcher: Any = None
 
+    @property
     def board(self) -> Any:
         """The part of the store for this generation."""
         return dist.PrefixStore(f"fshard/{self.generation}", self.store)  # type: ignore[attr-defined]
@@ -226,7 +178,9 @@ class RankState:
     def renew(self, generation: int) -> None:
         """Forget all groups and the failure that broke them; groups are made anew when they are asked for."""
         self.generation = generation
-        self.failure = Failure()
+        self.failure = None
+        self.is_cut = False
+        self.failed_calls = 0
         self.groups.clear()
         self.compared.clear()
 
@@ -253,7 +207,7 @@ def _leave_to_parent() -> None:
             continue
         _compat.keep_for_good([*state.groups.values(), *_compat.torch_groups(), state.store])
         _compat.leave_to_parent(state.sockets, state.store)
-        state.failure.reason = (
+        state.failure = (
             f"This process was forked from rank {state.rank} and cannot use its connections. Start it with spawn, or "
             "communicate in the parent only."
         )
@@ -269,10 +223,11 @@ def rank_state(store: Any = None) -> RankState:
         store: Where ranks tell each other, if they begin now; by default a client of their own of torch's store.
 
     Returns:
-        The state, the same at each call.
+        The state, the same at each call. Where torch.distributed does not run, it is that of one rank, and not kept.
     """
     default = dist.group.WORLD
-    assert default is not None
+    if default is None:
+        return RankState(0, store)
     state = _MEMORY.get(default)
     if state is None:
         state = RankState(dist.get_rank(), store or _compat.default_store())
@@ -282,9 +237,4 @@ def rank_state(store: Any = None) -> RankState:
 
 def is_simulated() -> bool:
     """Tell whether this rank is a simulated one."""
-    return dist.is_initialized() and rank_state().simulation is not None
-
-
-def has_renewed() -> bool:
-    """Tell whether groups have been made anew after a failure."""
-    return dist.is_initialized() and rank_state().generation > 0
+    return rank_state().simulation is not None

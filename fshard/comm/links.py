@@ -119,29 +119,26 @@ class Links:
         Raises:
             LinkError: if a link ends, or lets nothing pass within the timeout.
         """
-        link = self.sockets[source]
-        message = memoryview(HEADER.pack(issued.entry.chain_hash, number, len(data)) + data)
-        # The first part has the header before it: ranks wait for each other's part of one number.
-        sent = HEADER.size + PART_BYTES
+        place = [issued.entry.chain_hash, number]
+        message = memoryview(HEADER.pack(*place, len(data)) + data)
         received = bytearray()
+        # More once the header has come.
+        size = HEADER.size
         try:
-            issued.awaits = number, [to]
-            self.sockets[to].sendall(message[:sent])
-            issued.awaits = number, [source]
-            *place, size = HEADER.unpack(receive(link, HEADER.size))
-            if place != [issued.entry.chain_hash, number]:
-                # Its sender does something else. Read until the thread that watches knows what, and ends the links.
-                size = sys.maxsize
-            while len(received) < size or sent < len(message):
-                received += receive(link, min(size - len(received), PART_BYTES))
-                if sent < len(message):
+            while message or len(received) < size:
+                if message:
                     issued.awaits = number, [to]
-                    self.sockets[to].sendall(message[sent : sent + PART_BYTES])
-                    issued.awaits = number, [source]
-                    sent += PART_BYTES
+                    self.sockets[to].sendall(message[:PART_BYTES])
+                    message = message[PART_BYTES:]
+                issued.awaits = number, [source]
+                received += receive(self.sockets[source], min(size - len(received), PART_BYTES))
+                if len(received) == HEADER.size:
+                    *place_of_source, nbytes = HEADER.unpack(received)
+                    # If it does something else, read until the thread that watches knows what, and ends the links.
+                    size += nbytes if place_of_source == place else sys.maxsize
         except OSError as error:
             raise LinkError(f"the link to rank {issued.awaits[1][0]} failed: {error}") from error
-        return bytes(received)
+        return bytes(received[HEADER.size :])
 
     def find_ended_peers(self) -> list[int]:
         """Find the ranks that have ended their links, as far as this rank has not ended them itself."""
@@ -177,13 +174,8 @@ def swap_in_rounds(issued: PendingCollective, known: bytes, merge: Merge) -> byt
     """
     group = issued.group
     ranks = group.ranks
-    simulation = issued.state.simulation
     for number, (to, source) in enumerate(plan_rounds(group.local_rank, len(ranks))):
-        if simulation is not None:
-            message = simulation.swap(group, to, known)
-        else:
-            message = group.links.swap(issued, number, ranks[to], ranks[source], known)
-        known = merge(known, message)
+        known = merge(known, group.links.swap(issued, number, ranks[to], ranks[source], known))
     issued.awaits = math.inf, ()
     return known
 
@@ -273,8 +265,7 @@ def find_host(store: Any) -> str:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             # This sends nothing.
             probe.connect(place)
-            host: str = probe.getsockname()[0]
-            return host
+            return str(probe.getsockname()[0])
     except socket.gaierror:
         return "127.0.0.1"
 

@@ -12,8 +12,8 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
@@ -32,6 +32,7 @@ from fshard.comm.failure import (
     describe_failure,
     leave_note,
     linger,
+    read_note,
     report_at_once,
 )
 from fshard.comm.groups import RankState, is_simulated
@@ -42,8 +43,6 @@ T = TypeVar("T")
 
 # Seconds between two looks at the others while a constructor waits for them.
 LOOK_INTERVAL = 0.7
-# Ranks that one request asks for, where thousands may not have come.
-RANKS_OF_REQUEST = 64
 # Seconds in which one rank finds out for all others which are late, and in which those that wait answer it.
 SEARCH_TIME, ANSWER_TIME = 5.0, 2.0
 # The key of an `Arrival`.
@@ -54,6 +53,8 @@ ASKERS, ANSWER = "askers", "answer/{}"
 END = "end"
 # Counts the ranks that have come, but for those that have given up.
 COUNT = f"came to {END}"
+# What a wait for other ranks raises, and what torch does.
+ERRORS_OF_WAITS = (RuntimeError, TimeoutError)
 CALL_INIT_MESH = "Call init_mesh on every rank; if you make several meshes, make them in the same order."
 
 
@@ -106,41 +107,67 @@ class Meeting:
     listener: Any = None
     links: Links = field(default_factory=Links)
     sockets: _compat.Sockets = field(default_factory=dict)
-    # Why the waits inside a constructor were ended; "" if they were not.
+    # Why this rank has given up; "" if it has not.
     _reason: str = ""
+    # When its wait for the others began; 0 while it does not wait.
+    _since: float = 0.0
+    _watcher: threading.Thread | None = None
 
     def __post_init__(self) -> None:
         """Find the part of the store for this meeting."""
         self.prefix = f"fshard/meeting {self.name}"
         self.board: Any = dist.PrefixStore(self.prefix, self.store)  # type: ignore[attr-defined]
         self.others = [other for other in self.ranks if other != self.rank]
+        self._over = threading.Event()
 
     def __enter__(self) -> Self:
         """Begin."""
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Tell the others of an error, unless they have it too; let the store live until they have read of it."""
-        if error is not None and self.others:
-            if isinstance(error, CollectiveError):
-                report_at_once(str(error))
-            elif not self.fails_everywhere:
-                self._give_up(self._describe_failure(error))
+        """Tell the others of an error, unless they have it too; let the store live until they have read of it.
+
+        Raises:
+            CollectiveError: if a wait has failed, or something in torch; on every rank with the same reason.
+        """
+        if not self.others:
+            return
+        is_of_wait = isinstance(error, ERRORS_OF_WAITS)
+        if error is not None:
+            if not self.fails_everywhere:
+                self._give_up(self._explain(error))
+            if is_of_wait:
+                report_at_once(self._reason)
             linger(self.store, self.board, self.rank, self.others)
-        if self.listener is not None:
+        self._over.set()
+        if self._watcher:
+            self._watcher.join()
+        if self.listener:
             # Others take this rank for one that has ended from now on, unless they read its note.
             self.listener.close()
+        if is_of_wait:
+            raise CollectiveError(self._reason) from error
+
+    def _explain(self, error: BaseException) -> str:
+        """Say why an error ends the meeting."""
+        reason = ""
+        if isinstance(error, ERRORS_OF_WAITS):
+            is_late = 0.0 < self._since < time.monotonic() - TIMEOUT_FRACTION * self.timeout
+            reason = self._explain_late_ranks() if is_late else self.find_reason(wait_is_over=True)
+        if isinstance(error, CollectiveError):
+            reason = reason or str(error)
+        return reason or f"{describe_failure(self.rank, self.place, error)}\nTo fix: {RESTART}."
 
     def _give_up(self, reason: str) -> None:
         """Leave a note. End the waits of this rank inside constructors, and the links by which others wait for it."""
         # A rank that comes later would take this one for one that waits, and go on as if all had come.
         ask_store(lambda: self.board.add(COUNT, -1))
         self._reason = leave_note(self.board, reason)
-        if self.client is not None:
+        if self.client:
             self.client.disconnect()
         self.links.cut()
-        if self.state is not None:
-            self.state.failure.reason = self.state.failure.reason or self._reason
+        if self.state:
+            self.state.failure = self.state.failure or self._reason
 
     def agree(self, text: str, merge: Callable[[Sequence[str]], str], look: Callable[[], object] = bool) -> str:
         """Wait until all ranks have come; find out once, on the last of them, what follows from all that they bring.
@@ -169,15 +196,13 @@ class Meeting:
             look()
             ask_store(partial(self._stand_in, merge))
 
-        with self._explaining():
-            entry = Arrival(self.listener.address if self.listener else "", text)
-            self.board.set(ENTRY.format(self.rank), json.dumps(entry))
-            if self.board.add(COUNT, 1) == len(self.ranks):
-                end = self._conclude(merge)
-            else:
-                _compat.wait_in_store(self.board, [END], self.timeout, look_at_others)
-                end = self._read(self.peers, END)[0].decode()
-        return end
+        self._since = time.monotonic()
+        entry = Arrival(self.listener.address if self.listener else "", text)
+        self.board.set(ENTRY.format(self.rank), json.dumps(entry))
+        if self.board.add(COUNT, 1) == len(self.ranks):
+            return self._conclude(merge)
+        _compat.wait_in_store(self.board, [END], self.timeout, look_at_others)
+        return self._read(self.peers, END)[0].decode()
 
     def _conclude(self, merge: Callable[[Sequence[str]], str]) -> str:
         """Find out what follows from what all ranks bring, and write it for them."""
@@ -200,22 +225,6 @@ class Meeting:
             self.entries[rank] = Arrival(*json.loads(value))
         return values
 
-    @contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """Give up the meeting if an error ends a context, with the same reason on every rank."""
-        begin = time.monotonic()
-        try:
-            yield
-        except (RuntimeError, TimeoutError) as error:
-            if isinstance(error, CollectiveError):
-                reason = str(error)
-            elif time.monotonic() - begin > TIMEOUT_FRACTION * self.timeout:
-                reason = self._reason or self._explain_late_ranks()
-            else:
-                reason = self.find_reason(wait_is_over=True) or self._describe_failure(error)
-            self._give_up(reason)
-            raise CollectiveError(self._reason) from error
-
     def _explain_late_ranks(self) -> str:
         """Say who is late. The first rank to ask finds out, and the others wait for its note."""
         if ask_store(lambda: self.board.add(ASKERS, 1)) != 1:
@@ -227,22 +236,22 @@ class Meeting:
 
     def _name_late_ranks(self) -> str:
         """Name the ranks that have not come, or else those that do not wait for others."""
-        if absent := self._find_missing(ENTRY):
+        if absent := self._find_missing(ENTRY, self.others):
             return f"{self.place}: {name_ranks(absent)} did not call it within {self.timeout:g} s. {self.remedy}"
         time.sleep(ANSWER_TIME)
-        names = name_ranks(self._find_missing(ANSWER) or self.ranks)
+        names = name_ranks(self._find_missing(ANSWER, self.others) or self.ranks)
         first = f"{self.place}: {names} did not make process groups within {self.timeout:g} s"
         where = "Look for a hang there, or for a network in between that lets nothing pass."
         return f"{first}. {where}\nTo fix: {RESTART}."
 
-    def _find_missing(self, key: str) -> list[int]:
-        """Find the ranks that have not written a key, by one request for each block of ranks that all have."""
-        missing = []
-        for first in range(0, len(self.others), RANKS_OF_REQUEST):
-            block = self.others[first : first + RANKS_OF_REQUEST]
-            if not self.have_come(*block, key=key):
-                missing += [rank for rank in block if not self.have_come(rank, key=key)]
-        return missing
+    def _find_missing(self, key: str, ranks: Sequence[int]) -> list[int]:
+        """Find those of some ranks that have not written a key: ask for all, then for halves if some lack."""
+        if self.have_come(*ranks, key=key):
+            return []
+        if len(ranks) == 1:
+            return list(ranks)
+        middle = len(ranks) // 2
+        return self._find_missing(key, ranks[:middle]) + self._find_missing(key, ranks[middle:])
 
     def have_come(self, *ranks: int, key: str = ENTRY) -> bool:
         """Whether all of some ranks have come, or have written another key."""
@@ -254,12 +263,12 @@ class Meeting:
         Raises:
             CollectiveError: if one of them fails, is gone or does not connect.
         """
-        if self.listener is not None:
+        if self.listener:
             with _compat.collecting_sockets(self.store) as self.sockets:
-                self.run(lambda _: self._make_links(time.monotonic() + self.timeout))
+                self.run(self._make_links)
 
-    def _make_links(self, deadline: float) -> None:
-        """Connect with this rank's peers: with the higher ones first, then wait until the lower ones have connected."""
+    def _make_links(self, _: object) -> None:
+        """Connect with the higher ones of this rank's peers, then wait until the lower ones have connected."""
         links = self.links.sockets
         for peer in self.peers:
             if peer > self.rank:
@@ -267,21 +276,14 @@ class Meeting:
         while missing := [peer for peer in self.peers if peer not in links]:
             arrived = self.listener.accept(*missing)
             links |= arrived
-            if not arrived:
-                self._look_for(missing, deadline)
+            if self._reason or time.monotonic() > self._since + self.timeout:
+                raise TimeoutError
+            for peer in () if arrived else missing:
+                # See whether it is there. One that is slow may have no room for another connection.
+                with suppress(TimeoutError):
+                    self._reach(peer, ACCEPT_TIME).close()
         for link in links.values():
             prepare_link(link, self.timeout)
-
-    def _look_for(self, peers: Sequence[int], deadline: float) -> None:
-        """See whether peers that do not connect are there."""
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        if self._reason:
-            raise CollectiveError(self._reason)
-        for peer in peers:
-            # One that is slow may have no room for another connection.
-            with suppress(TimeoutError):
-                self._reach(peer, ACCEPT_TIME).close()
 
     def _reach(self, peer: int, timeout: float) -> socket.socket:
         """Connect to the listener of a peer, which is there until its process ends or it has left a note."""
@@ -289,7 +291,7 @@ class Meeting:
             return connect_to(self.entries[peer].address, self.rank, timeout)
         except RuntimeError as error:
             text = f"{self.place}: {describe_ended_ranks([peer])}, or there is {error}\nTo fix: {RESTART}."
-            raise CollectiveError(self.find_reason(wait_is_over=True) or text) from error
+            raise CollectiveError(text) from error
 
     def find_reason(self, *, wait_is_over: bool = False) -> str:
         """Find out why no mesh will be made: by the note of a rank, or because links of another one have ended.
@@ -303,7 +305,7 @@ class Meeting:
         """
         # A rank that fails leaves its note before it ends its links.
         ended = self.links.find_ended_peers()
-        note: str | None = ask_store(self._read_note, NOTE_GRACE if wait_is_over and not ended else 0.0)
+        note: str | None = ask_store(partial(read_note, self.board), NOTE_GRACE if wait_is_over and not ended else 0.0)
         if note or not (ended or wait_is_over):
             return note or ""
         if note is None:
@@ -332,37 +334,23 @@ class Meeting:
             return make(self.store)
         if self.client is None:
             self.client = _compat.StoreClient(lambda: _compat.clone_of(self.store))
-        over = threading.Event()
-        watcher = threading.Thread(target=self._watch_others, args=[over], name="fshard init_mesh", daemon=True)
-        if self.client.is_connected():
-            watcher.start()
-        try:
-            # The thread still shows others that this rank is not the one that hangs, while it looks for it.
-            with self._explaining():
-                made = make(self.client.store)
-        finally:
-            over.set()
-            if watcher.is_alive():
-                watcher.join()
+        if not self._watcher and self.client.is_connected():
+            self._watcher = threading.Thread(target=self._watch_others, name="fshard init_mesh", daemon=True)
+            self._watcher.start()
+        self._since = time.monotonic()
+        made = make(self.client.store)
+        self._since = 0.0
         if self._reason:
             raise CollectiveError(self._reason)
         return made
 
-    def _watch_others(self, over: threading.Event) -> None:
-        """Look at the other ranks until a constructor returns, and end its waits if one of them has failed or is gone.
+    def _watch_others(self) -> None:
+        """Look at the other ranks until the meeting is over, and end this rank's waits if one has failed or is gone.
 
-        Another rank that looks for late ones is answered meanwhile.
+        Another rank that looks for late ones is answered while this one waits.
         """
-        while not over.wait(LOOK_INTERVAL):
-            ask_store(self._answer)
+        while not self._over.wait(LOOK_INTERVAL):
+            if self._since:
+                ask_store(self._answer)
             if reason := self.find_reason():
                 self._give_up(reason)
-                return
-
-    def _describe_failure(self, error: BaseException) -> str:
-        """Say that this rank has failed."""
-        return f"{describe_failure(self.rank, self.place, error)}\nTo fix: {RESTART}."
-
-    def _read_note(self) -> str:
-        # Ranks may wait for the key, which compare_set would make.
-        return self.board.get(NOTE).decode() if self.board.check([NOTE]) else ""

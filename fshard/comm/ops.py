@@ -12,18 +12,16 @@ Tensors are sent in one of two ways:
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fshard import _compat
 from fshard.comm import recorder
-from fshard.comm.events import Collective, Destination
-from fshard.comm.groups import ChainEntry, Group, tag_of
+from fshard.comm.events import Collective, OperatorArguments
+from fshard.comm.groups import PendingCollective, tag_of
 
 Tensors = list[torch.Tensor]
-# Of an all-to-all the rows for each rank and from each; of others none.
-Sizes = Sequence[Sequence[int]]
 
 # Without this tag a trace would constant-fold an operator whose inputs are constants.
 TAGS = (torch.Tag.nondeterministic_seeded,)
@@ -33,26 +31,10 @@ NAMESPACE = "fshard"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 
-class _Arguments(NamedTuple):
-    """The arguments of an operator that starts a collective.
-
-    Attributes:
-        tensors: The tensors that this rank sends.
-        sizes: As `Sizes` says.
-        direct: Whether ranks send each other rows, instead of a collective of the backend.
-        destination: The ranks that take part, and the caller.
-    """
-
-    tensors: Tensors
-    sizes: Sizes
-    direct: bool
-    destination: Destination
-
-
-def _parse(args: Sequence[Any]) -> _Arguments:
-    """Name the positional arguments of an operator, whose schema is in `_collective`."""
-    tensors, *sizes, direct, axis, size, group, label = args
-    return _Arguments(tensors, sizes, direct, Destination(axis, size, group, label))
+def _parse(args: Sequence[Any]) -> OperatorArguments:
+    """Name the arguments of an operator, whose schema is in `_collective`; the last five are those of all operators."""
+    tensors, *sizes = args[:-5]
+    return OperatorArguments(tensors, sizes, *args[-5:])
 
 
 def view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,16 +43,16 @@ def view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _buffer_shape(op: str, arguments: _Arguments, tensor: torch.Tensor) -> tuple[int, ...]:
+def _buffer_shape(op: str, arguments: OperatorArguments, tensor: torch.Tensor) -> tuple[int, ...]:
     """Compute the shape of an operator's buffer for one of its tensors."""
     if op == "all_gather":
-        rows = arguments.destination.size
+        rows = arguments.size
     elif arguments.sizes:
         _, receive = arguments.sizes
         rows = sum(receive)
     elif arguments.direct:
         # The caller adds its own row to those that the others sent.
-        rows = arguments.destination.size - 1
+        rows = arguments.size - 1
     else:
         rows = 1
     # Dim 0 of what these send counts the rows for different ranks.
@@ -78,36 +60,37 @@ def _buffer_shape(op: str, arguments: _Arguments, tensor: torch.Tensor) -> tuple
     return (rows, *tensor.shape[row_dims:])
 
 
-def _start_direct(op: str, arguments: _Arguments, entry: ChainEntry, group: Group) -> Tensors:
+def _start_direct(op: str, arguments: OperatorArguments, issued: PendingCollective) -> Tensors:
     """Receive the rows of other ranks directly into buffers. The buffer of a sum has no row for this rank."""
-    if group.pair is None and group.links is not None:
-        return _start_rows_by_backend(op, arguments, entry, group)
     with _compat.below_autograd():
-        return [_start_exchange(op, arguments, tensor, entry, group) for tensor in arguments.tensors]
+        return [_start_exchange(op, arguments, tensor, issued) for tensor in arguments.tensors]
 
 
 def _start_exchange(
     op: str,
-    arguments: _Arguments,
+    arguments: OperatorArguments,
     tensor: torch.Tensor,
-    entry: ChainEntry,
-    group: Group,
+    issued: PendingCollective,
 ) -> torch.Tensor:
-    """Send rows of a tensor to the other ranks, and return the buffer that their rows arrive in."""
-    # Connections between CPUs read and write the memory of CPUs only. A tensor of an accelerator is copied there, for
-    # which the host waits; `recorder.finish` copies what has arrived to the accelerator.
-    source = tensor.cpu()
+    """Send rows of a tensor to the other ranks, and return the buffer that their rows arrive in.
+
+    Connections between CPUs read and write the memory of CPUs only, and a backend beside which there are none that of
+    its accelerator. A tensor that lies elsewhere is copied, for which the host waits; `recorder.finish` copies what has
+    arrived.
+    """
+    group = issued.group
+    source = tensor.to(group.device)
     landing = source.new_empty(_buffer_shape(op, arguments, source))
     buffer = landing if source is tensor else tensor.new_empty(landing.shape)
     local_rank = group.local_rank
-    rows_out, rows_in = _rows_by_rank(op, source, landing, arguments.sizes, local_rank)
+    rows_out, rows_in = _rows_by_rank(op, source, landing, arguments, local_rank)
     sent = {}
     awaited = {}
     for rank, (row_out, row_in) in enumerate(zip(rows_out, rows_in, strict=True)):
         if rank != local_rank:
             sent[rank] = view_as_bytes(row_out)
             awaited[rank] = view_as_bytes(row_in)
-    for work in _compat.start_swap(group.pair, group.name, sent, awaited, partial(tag_of, entry)):
+    for work in _compat.start_swap(group.pair, group.name, sent, awaited, partial(tag_of, issued.entry)):
         _compat.register_work(landing, work)
     # Otherwise a gloo thread may free these tensors last. It needs the interpreter lock for that, and the process
     # aborts if the interpreter is shutting down, as right after a program's last collective.
@@ -117,42 +100,11 @@ def _start_exchange(
     return buffer
 
 
-def _start_rows_by_backend(op: str, arguments: _Arguments, entry: ChainEntry, group: Group) -> Tensors:
-    """Exchange rows by the backend of an accelerator, beside which ranks have no connections for rows.
-
-    These are rows of sums that each rank adds itself, and tensors of processors. The latter are copied through the
-    accelerator; `recorder.finish` copies what has arrived to the processor, for which the host waits.
-    """
-    device = torch.accelerator.current_accelerator() or "cpu"
-    others = [1] * len(group.ranks)
-    others[group.local_rank] = 0
-    is_sum = op in ("reduce_scatter", "all_reduce")
-    sources = []
-    with _compat.below_autograd():
-        for tensor in arguments.tensors:
-            source = tensor.to(device)
-            if is_sum:
-                rows = list(source) if op == "reduce_scatter" else [source] * len(others)
-                del rows[group.local_rank]
-                source = torch.stack(rows)
-            sources.append(source)
-        arguments_there = arguments._replace(tensors=sources)
-        if is_sum:
-            op, arguments_there = "all_to_all", arguments_there._replace(sizes=(others, others))
-        buffers = _start_by_backend(op, arguments_there, entry, group)
-        for index, tensor in enumerate(arguments.tensors):
-            landing = buffers[index]
-            if tensor.device != landing.device:
-                buffers[index] = tensor.new_empty(landing.shape)
-                buffers[index].__dict__["landing"] = landing
-    return buffers
-
-
 def _rows_by_rank(
     op: str,
     source: torch.Tensor,
     landing: torch.Tensor,
-    sizes: Sizes,
+    arguments: OperatorArguments,
     local_rank: int,
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
     """List the rows that are sent to each rank, and the memory that the rows of each rank arrive in.
@@ -162,7 +114,7 @@ def _rows_by_rank(
     """
     # Rows of a tensor without gaps have none.
     if op == "all_to_all":
-        send, receive = sizes
+        send, receive = arguments.sizes
         rows_out = source.contiguous().split(send)
         rows_in = landing.split(receive)
         rows_in[local_rank].copy_(rows_out[local_rank])
@@ -176,28 +128,20 @@ def _rows_by_rank(
     return list(source) if op == "reduce_scatter" else [source] * len(received), received
 
 
-def wait(buffer: torch.Tensor) -> torch.Tensor:
-    """Wait for a buffer in flight, and for the backend to release the tensors that it worked on."""
-    landed = recorder.finish(buffer)
-    _compat.wait_until_released(buffer.__dict__.pop("under_way", ()))
-    return landed
-
-
-def _start_by_backend(op: str, arguments: _Arguments, _: ChainEntry, group: Group) -> Tensors:
+def _start_by_backend(op: str, arguments: OperatorArguments, issued: PendingCollective) -> Tensors:
     """Start the backend's own collectives, one for each dtype, because sums of different dtypes are not fused."""
-    tensors = arguments.tensors
-    sources = [tensor.contiguous() for tensor in tensors]
-    if op in ("all_gather", "all_to_all"):
-        sources = [source.unsqueeze(-1).view(torch.uint8) for source in sources]
-    size = arguments.destination.size
+    sources: dict[torch.dtype, dict[int, torch.Tensor]] = {}
+    for index, tensor in enumerate(arguments.tensors):
+        source = tensor.contiguous()
+        if op in ("all_gather", "all_to_all"):
+            source = source.unsqueeze(-1).view(torch.uint8)
+        sources.setdefault(source.dtype, {})[index] = source
     buffers: dict[int, torch.Tensor] = {}
-    for dtype in dict.fromkeys(source.dtype for source in sources):
-        indices = [index for index, source in enumerate(sources) if source.dtype is dtype]
-        fused = [sources[index] for index in indices]
-        started = _compat.start_by_backend(op, fused, size, group.name, *arguments.sizes)
-        buffers.update(zip(indices, started, strict=True))
+    for fused in sources.values():
+        started = _compat.start_by_backend(op, list(fused.values()), arguments.size, arguments.group, *arguments.sizes)
+        buffers.update(zip(fused, started, strict=True))
     shaped = []
-    for index, tensor in enumerate(tensors):
+    for index, tensor in enumerate(arguments.tensors):
         shaped.append(buffers[index].view(tensor.dtype).view(_buffer_shape(op, arguments, tensor)))
     return shaped
 
@@ -218,7 +162,7 @@ def _collective(name: str, sizes: str = "") -> Any:
         arguments = _parse(args)
         start = _start_direct if arguments.direct else _start_by_backend
         kernel = partial(start, name, arguments)
-        return recorder.start(name, kernel, arguments.tensors, arguments.destination, *arguments.sizes)
+        return recorder.start(name, kernel, arguments)
 
     def fake(*args: Any) -> Tensors:
         arguments = _parse(args)
@@ -235,6 +179,9 @@ all_to_all = _collective("all_to_all", "int[] send, int[] receive, ")
 # Leaves the facts that a verb was given in a graph, and does nothing else.
 record_facts = operator("record_facts(str facts) -> ()", lambda facts: None, lambda facts: None, TAGS)
 
+# Waits for a buffer that one of them has started.
+wait = recorder.finish
+
 STARTS = (all_gather, reduce_scatter, all_reduce, all_to_all)
 
 
@@ -250,9 +197,7 @@ def collective_of(func: Any, args: Sequence[Any]) -> Collective | None:
     """
     if func not in STARTS:
         return None
-    arguments = _parse(args)
-    name = func.name().removeprefix("fshard::")
-    return Collective.of(name, arguments.tensors, arguments.sizes, arguments.destination)
+    return Collective.of(func.name().removeprefix("fshard::"), _parse(args))
 
 
 def held_in_flight(func: object, args: Sequence[Any]) -> list[int | None]:

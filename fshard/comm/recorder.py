@@ -14,8 +14,8 @@ from fshard import _compat
 from fshard.comm.connect import connect_groups
 from fshard.comm.events import (
     Collective,
-    Destination,
     Label,
+    OperatorArguments,
     Record,
     Shapes,
     decode_label,
@@ -23,12 +23,12 @@ from fshard.comm.events import (
     encode_label,
 )
 from fshard.comm.failure import (
-    describe_interrupt,
+    describe_failure,
     fail_collective,
     make_error,
     notify_peers,
 )
-from fshard.comm.groups import ChainEntry, Group, PendingCollective, rank_state
+from fshard.comm.groups import PendingCollective, rank_state
 from fshard.comm.links import Merge, swap_in_rounds
 from fshard.tree import Axis
 
@@ -52,21 +52,13 @@ def _notify_watchers(issued: PendingCollective, moment: str, *args: Any) -> None
             method(issued, *args)
 
 
-def start(
-    op: str,
-    kernel: Callable[[ChainEntry, Group], Tensors],
-    tensors: Tensors,
-    destination: Destination,
-    *sizes: Sequence[int],
-) -> Tensors:
+def start(op: str, kernel: Callable[[PendingCollective], Tensors], arguments: OperatorArguments) -> Tensors:
     """Start a collective and attach its record to its buffers.
 
     Args:
         op: Its name.
         kernel: Starts it and returns buffers in flight.
-        tensors: Those it sends.
-        destination: The ranks that take part, and the caller.
-        *sizes: The rows for each rank and from each, where ranks may send different ones.
+        arguments: What it sends, the ranks that take part, and the caller.
 
     Returns:
         The result of the kernel.
@@ -74,52 +66,44 @@ def start(
     Raises:
         CollectiveError: if it cannot start, or the group is broken.
     """
-    shapes = tuple((tensor.dtype, tensor.shape[len(sizes) > 0 :]) for tensor in tensors)
-    issued = _issue(op, shapes, destination, tensors, *sizes)
-    kernel = _in_profile(op, destination.label, kernel)
-    # Errors that are not from the connections are raised as they are.
-    buffers: Tensors = _run_waiting(issued, dist.DistError, kernel, issued.entry, issued.group)
+    # Ranks may send different numbers of rows, which are dim 0.
+    row_dims = 1 if arguments.sizes else 0
+    shapes = tuple((tensor.dtype, tensor.shape[row_dims:]) for tensor in arguments.tensors)
+    issued = _issue(op, shapes, arguments)
+    buffers: Tensors = _run_waiting(issued, "", kernel, issued)
     issued.left = len(buffers)
     for buffer in buffers:
         buffer.__dict__["issued"] = issued
-        issued.state.waiting.in_flight[id(buffer)] = buffer
+        issued.state.in_flight[id(buffer)] = buffer
     _notify_watchers(issued, "started")
     return buffers
 
 
-def _issue(
-    op: str,
-    shapes: Shapes,
-    destination: Destination,
-    tensors: Tensors,
-    *sizes: Sequence[int],
-) -> PendingCollective:
+def _issue(op: str, shapes: Shapes, arguments: OperatorArguments) -> PendingCollective:
     """Record a collective in the chain of its group, which is connected if it is new. Raises the error of a failure."""
     state = rank_state()
-    if state.failure.reason is not None:
+    if state.failure is not None:
         raise make_error(state)
-    if state.call.name and not _compat.thread_object(CALL_KEY):
+    if state.call and not _compat.thread_object(CALL_KEY):
         # Ranks would start the collectives of two threads in different orders.
-        notify_peers(
-            state, f"rank {state.rank} calls fshard from two threads at once, one of them in {state.call.name}"
-        )
+        notify_peers(state, f"rank {state.rank} calls fshard from two threads at once, one of them in {state.call}")
         raise make_error(state)
-    if destination.group not in state.groups:
-        connect_groups(state, [destination.group])
-    group = state.groups[destination.group]
-    label = destination.label
-    hashed, text = _texts(op, destination.axis, label, shapes)
-    if state.call.name:
-        text = f"{text} in {state.call.name}"
-    entry = group.record_start(op, hashed, text, *sizes)
+    if arguments.group not in state.groups:
+        connect_groups(state, [arguments.group])
+    group = state.groups[arguments.group]
+    hashed, text = _texts(op, arguments.axis, arguments.label, shapes)
+    if state.call:
+        text = f"{text} in {state.call}"
+    entry = group.record_start(op, hashed, text, *arguments.sizes)
     those_watching = watchers()
-    collective = Collective.of(op, tensors, sizes, destination) if those_watching else None
-    issued = PendingCollective(collective, state, group, entry, those_watching, op, label, awaits=(-1, group.ranks))
-    _notify_watchers(issued, "starts", tensors)
+    collective = Collective.of(op, arguments) if those_watching else None
+    awaits = -1, group.ranks
+    issued = PendingCollective(collective, state, group, entry, those_watching, op, arguments.label, awaits=awaits)
+    _notify_watchers(issued, "starts", arguments.tensors)
     return issued
 
 
-def spread(known: bytes, merge: Merge, axis: Axis, label: Label) -> bytes:
+def spread(known: bytes, merge: Merge, axis: Axis, label: Label, parts: str) -> bytes:
     """Let all ranks of an axis know what any of them knows, over the links between them.
 
     In records and texts this is an all-gather, whose bytes are those that this rank knows, once for each rank.
@@ -129,6 +113,7 @@ def spread(known: bytes, merge: Merge, axis: Axis, label: Label) -> bytes:
         merge: Merges what two ranks know.
         axis: The ranks that take part.
         label: The caller.
+        parts: What that is, for texts; the same on every rank.
 
     Returns:
         What all ranks know together, the same on every rank.
@@ -136,45 +121,48 @@ def spread(known: bytes, merge: Merge, axis: Axis, label: Label) -> bytes:
     Raises:
         CollectiveError: if a rank fails, differs or does not come.
     """
-    op = "all_gather"
-    destination = Destination(axis.name, axis.size, axis.group_name, encode_label(label))
     # Watchers are shown as many bytes, which are of no device.
     tensors = [torch.empty(len(known), dtype=torch.uint8, device="meta")] if watchers() else []
-    issued = _issue(op, (), destination, tensors)
+    label = label._replace(parts=parts)
+    arguments = OperatorArguments(tensors, (), False, axis.name, axis.size, axis.group_name, encode_label(label))
+    issued = _issue("all_gather", (), arguments)
     issued.left = 1
     _notify_watchers(issued, "started")
     _notify_watchers(issued, "waits")
-    run = _in_profile(op, destination.label, swap_in_rounds)
-    union: bytes = _run_waiting(issued, dist.DistError, run, issued, known, merge)
+    union: bytes = _run_waiting(issued, "", swap_in_rounds, issued, known, merge)
     _notify_watchers(issued, "landed")
     return union
 
 
-def _run_waiting(issued: PendingCollective, kind: type[Exception], run: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that may wait for other ranks, and say why where it fails."""
-    waiting = issued.state.waiting
+def _run_waiting(issued: PendingCollective, moment: str, run: Callable[..., Any], *args: Any) -> Any:
+    """Call a function that may wait for other ranks, and say why where it fails.
+
+    Args:
+        issued: The collective.
+        moment: " wait" where a buffer is waited for, as a profile shows it behind the collective; "" where it starts.
+        run: The function.
+        *args: Its arguments.
+    """
+    state = issued.state
+    if _compat.is_profiling():
+        about = decode_label(issued.label)
+        run = _compat.show_range(f"fshard::{issued.op}{moment} ({about.unit or about.verb})", run)
     # The thread that watches tells waits apart by their beginnings.
     issued.since = time.monotonic()
-    waiting.collective = issued
+    state.awaited = issued
+    # Errors of a start that are not from the connections are raised as they are.
+    kind = RuntimeError if moment else dist.DistError
     try:
         return run(*args)
     except kind as error:
-        raise fail_collective(issued.state, issued, error) from error
+        raise fail_collective(state, issued, error) from error
     except BaseException as error:
         # No other exchange can begin where one has stopped in the middle, as by Ctrl-C.
         if 0 <= issued.awaits[0] < math.inf:
-            notify_peers(issued.state, describe_interrupt(issued, error))
+            notify_peers(state, describe_failure(state.rank, state.call or issued.entry, error))
         raise
     finally:
-        waiting.collective = None
-
-
-def _in_profile(action: str, label: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Show in a profile what a function does with a collective, and the unit that the collective is for."""
-    if not _compat.is_profiling():
-        return run
-    about = decode_label(label)
-    return _compat.show_range(f"fshard::{action} ({about.unit or about.verb})", run)
+        state.awaited = None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -188,7 +176,7 @@ def _texts(op: str, axis: str, label: str, shapes: Shapes) -> tuple[str, str]:
 
 
 def finish(buffer: torch.Tensor) -> torch.Tensor:
-    """Wait for a buffer in flight.
+    """Wait for a buffer in flight, and for the backend to release the tensors that it worked on.
 
     Args:
         buffer: From `start`, or from a trace, which starts nothing.
@@ -202,12 +190,12 @@ def finish(buffer: torch.Tensor) -> torch.Tensor:
     issued = buffer.__dict__.pop("issued", None)
     if issued is None:
         return _compat.WAIT_TENSOR(buffer)
-    issued.state.waiting.in_flight.pop(id(buffer), None)
+    issued.state.in_flight.pop(id(buffer), None)
     _notify_watchers(issued, "waits")
-    wait = _in_profile(f"{issued.op} wait", issued.label, _land)
-    result: torch.Tensor = _run_waiting(issued, RuntimeError, wait, issued, buffer)
+    result: torch.Tensor = _run_waiting(issued, " wait", _land, issued, buffer)
     issued.left -= 1
     _notify_watchers(issued, "landed")
+    _compat.wait_until_released(buffer.__dict__.pop("under_way", ()))
     return result
 
 
@@ -220,7 +208,7 @@ def _land(issued: PendingCollective, buffer: torch.Tensor) -> torch.Tensor:
     with _compat.below_autograd():
         # The host waits here for the backend of an accelerator. One that is ended early leaves anything, and no error.
         buffer.copy_(landed)
-    if issued.state.failure.is_cut:
+    if issued.state.is_cut:
         raise RuntimeError("the backend was ended")
     return buffer
 

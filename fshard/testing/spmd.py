@@ -108,7 +108,7 @@ class _Call(NamedTuple):
     @property
     def entry(self) -> comm.ChainEntry | None:
         """The entry of the collective in the chain of its group, if it is fshard's."""
-        issued = self.state.waiting.collective if self.state else None
+        issued = self.state.awaited if self.state else None
         return issued.entry if issued else None
 
     def __str__(self) -> str:
@@ -179,14 +179,11 @@ class _Simulation:
         """Run the program of a rank, on its thread."""
         value = error = None
 
-        def wake(group: str, generation: int, text: str) -> None:
-            self.inbox.put(partial(self.broken.setdefault, (group, generation), text))
-
         try:
             limit = timedelta(seconds=self.timeout)
             dist.init_process_group("threaded", rank=rank, world_size=len(self.threads), store=store, timeout=limit)
             state = comm.rank_state()
-            state.simulation = comm.Simulation(wake, self.states, self.swap)
+            state.simulation = self
             self.states.append(state)
             try:
                 value = f()
@@ -201,16 +198,22 @@ class _Simulation:
     def join(self, collective: ThreadedCollective) -> None:
         """Wait for a collective, on the thread of a rank that called it."""
         state = comm.rank_state() if dist.is_initialized() else None
-        is_of_fshard = state is not None and state.waiting.collective is not None
+        is_of_fshard = state is not None and state.awaited is not None
         call = _Call(collective, state if is_of_fshard else None, queue.SimpleQueue())
         self.inbox.put(partial(self._call, self.threads.index(threading.current_thread()), call))
         if error := call.reply.get():
             raise error
 
-    def swap(self, group: comm.Group, to: int, data: bytes) -> bytes:
+    def wake(self, group: str, generation: int, text: str) -> None:
+        """Let ranks that wait in a group end with a text."""
+        self.inbox.put(partial(self.broken.setdefault, (group, generation), text))
+
+    def swap(self, issued: comm.PendingCollective, number: int, to: int, source: int, data: bytes) -> bytes:
         """Send a rank of a group a message and receive one, on the thread of a rank, as all of them do."""
+        group = issued.group
         inbox: list[bytes] = []
-        self.join(ThreadedCollective(group.name, group.ranks, "swap", (to, data, inbox), _deliver))
+        place = group.ranks.index(to)
+        self.join(ThreadedCollective(group.name, group.ranks, "swap", (place, data, inbox), _deliver))
         (message,) = inbox
         return message
 

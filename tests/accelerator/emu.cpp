@@ -16,6 +16,7 @@
 #include <cstdlib>
 #include <ctime>
 #include <mutex>
+#include <numeric>
 #include <unordered_map>
 
 #include "late.h"
@@ -979,21 +980,21 @@ struct Works final : c10d::Work {
 
 using Started = c10::intrusive_ptr<c10d::Work>;
 
-// A rank's rows of a sum over ranks. That of gloo does not tell when it is completed.
-struct ReduceScatter final : c10d::Work {
-  ReduceScatter(Started sum, Tensor row, Tensor out)
-      : sum_(std::move(sum)), row_(std::move(row)), out_(std::move(out)) {}
+// A rank's rows of what gloo gives all ranks, or as one tensor. gloo's own do not tell when they are completed.
+struct TakeRows final : c10d::Work {
+  TakeRows(Started work, Tensor row, Tensor out)
+      : work_(std::move(work)), row_(std::move(row)), out_(std::move(out)) {}
   bool isCompleted() override {
-    return sum_->isCompleted();
+    return work_->isCompleted();
   }
   bool wait(std::chrono::milliseconds timeout) override {
-    sum_->wait(timeout);
+    work_->wait(timeout);
     out_.copy_(row_);
     return true;
   }
 
  private:
-  Started sum_;
+  Started work_;
   Tensor row_;
   Tensor out_;
 };
@@ -1076,7 +1077,7 @@ struct EmuBackend final : c10d::Backend {
     return start_each(out, in, [gloo = gloo_, sum](Tensor& target, Tensor& source) -> Started {
       Tensors rows{source.clone(at::MemoryFormat::Contiguous)};
       auto row = rows[0].view({gloo->getSize(), -1})[gloo->getRank()].view(target.sizes());
-      return c10::make_intrusive<ReduceScatter>(gloo->allreduce(rows, sum), row, target);
+      return c10::make_intrusive<TakeRows>(gloo->allreduce(rows, sum), row, target);
     });
   }
   Started alltoall_base(
@@ -1084,6 +1085,27 @@ struct EmuBackend final : c10d::Backend {
       const c10d::AllToAllOptions& options) override {
     return start({out, in}, [=, gloo = gloo_, target = host(out), source = host(in)]() mutable {
       return gloo->alltoall_base(target, source, out_splits, in_splits, options);
+    });
+  }
+  // Of flat tensors.
+  Started alltoall(Tensors& outs, Tensors& ins, const c10d::AllToAllOptions& options) override {
+    auto tensors = outs;
+    tensors.insert(tensors.end(), ins.begin(), ins.end());
+    return start(tensors, [=, gloo = gloo_, targets = host(outs), sources = host(ins)]() mutable -> Started {
+      std::vector<int64_t> out_splits, in_splits;
+      for (size_t i = 0; i < targets.size(); ++i) {
+        out_splits.push_back(targets[i].numel());
+        in_splits.push_back(sources[i].numel());
+      }
+      auto source = at::cat(sources);
+      auto target = at::empty({std::accumulate(out_splits.begin(), out_splits.end(), int64_t{0})}, source.options());
+      const auto rows = target.split_with_sizes(out_splits);
+      const auto sent = gloo->alltoall_base(target, source, out_splits, in_splits, options);
+      std::vector<Started> works;
+      for (size_t i = 0; i < targets.size(); ++i) {
+        works.push_back(c10::make_intrusive<TakeRows>(sent, rows[i], targets[i]));
+      }
+      return c10::make_intrusive<Works>(works);
     });
   }
   Started barrier(const c10d::BarrierOptions& options) override {

@@ -26,7 +26,7 @@ import fshard as fs
 from benchmarks import loop_backend
 from fshard import _compat
 from fshard.checkpoint import files, host_copies, saving
-from fshard.comm import recorder
+from fshard.comm import ops, recorder
 from fshard.comm.events import decode_label
 from tests.accelerator import emu
 from tests.accelerator.clocks import HOST, Clocks, Race
@@ -215,7 +215,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
 
 def lost_wait(op: str) -> AbstractContextManager[object]:
     """No stream waits for collectives of a kind."""
-    finish = recorder.finish
+    finish = ops.wait
 
     def finish_without_wait(buffer: torch.Tensor) -> torch.Tensor:
         issued = buffer.__dict__.get("issued")
@@ -224,7 +224,7 @@ def lost_wait(op: str) -> AbstractContextManager[object]:
         with mock.patch.object(_compat, "WAIT_TENSOR", lambda buffer: buffer):
             return finish(buffer)
 
-    return mock.patch.object(recorder, "finish", finish_without_wait)
+    return mock.patch.object(ops, "wait", finish_without_wait)
 
 
 def lost_order() -> AbstractContextManager[object]:

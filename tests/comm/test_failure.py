@@ -18,7 +18,7 @@ import torch.distributed as dist
 import fshard as fs
 from fshard import comm
 from fshard.comm import failure, ops
-from fshard.comm.groups import ChainEntry, Failure, Group, PendingCollective, RankState
+from fshard.comm.groups import ChainEntry, Group, PendingCollective, RankState
 from tests.comm.steps import make_step
 from tests.forked_programs import run_on_ranks
 
@@ -103,7 +103,7 @@ def test_a_second_thread_is_refused_while_a_call_runs(workers):
 def test_others_are_looked_at_while_the_host_waits_for_a_copy_from_an_accelerator():
     """The backend of an accelerator has not ended when its wait returns, but when the copy does."""
     waits = []
-    _, buffer = make_buffer(lambda state: waits.append(state.waiting.collective))
+    _, buffer = make_buffer(lambda state: waits.append(state.awaited))
     issued = vars(buffer)["issued"]
     assert ops.wait(buffer).eq(1).all()
     assert waits == [issued]
@@ -113,7 +113,8 @@ def test_a_copy_of_what_an_ended_backend_has_left_is_no_result():
     """A backend that is ended early says nothing to those who copy from its memory."""
 
     def end(state):
-        state.failure = Failure("rank 1 was killed or has ended", is_cut=True)
+        state.failure = "rank 1 was killed or has ended"
+        state.is_cut = True
 
     _, buffer = make_buffer(end)
     with pytest.raises(comm.CollectiveError, match="rank 1 was killed or has ended"):
@@ -157,13 +158,13 @@ def test_ctrl_c_that_comes_as_a_wait_begins_ends_the_wait():
     state, watcher, group = make_watcher()
 
     def begin_to_wait():
-        state.waiting.collective = PendingCollective(None, state, group, group.record_start("psum", "", ""))
+        state.awaited = PendingCollective(None, state, group, group.record_start("psum", "", ""))
         return True
 
     watcher.interrupts.has_come = begin_to_wait
     watcher._look_at(state)
-    assert state.failure.is_cut
-    assert failure.read_text(state.board(), failure.NOTE).endswith(": KeyboardInterrupt")
+    assert state.is_cut
+    assert failure.read_note(state.board).endswith(": KeyboardInterrupt")
 
 
 def test_a_rank_says_that_its_long_wait_is_over():
@@ -176,9 +177,9 @@ def test_a_rank_says_that_its_long_wait_is_over():
             issued = PendingCollective(None, state, group, entry, awaits=(-1, [0, 1]))
             # The first wait is long already, and the second one has just begun.
             issued.since = time.monotonic() - (1.0 if entry.number == 1 else 0.0)
-        state.waiting.collective = issued if collective else None
+        state.awaited = issued if collective else None
         watcher._look_at(state)
-        waits = comm.Position(*json.loads(failure.read_text(state.board(), "at/0"))).waits
+        waits = failure.Position(*json.loads(state.board.get("at/0"))).waits
         places.append(waits and ChainEntry(*waits[1]).number)
     assert places == [1, 2, None]
 
@@ -188,7 +189,7 @@ def position(waits=None, **numbers):
     trails = {
         name: [ChainEntry(n, n, f"psum {n} in {name}") for n in range(number + 1)] for name, number in numbers.items()
     }
-    return comm.Position(waits and (waits, trails[waits][-1], (-1, [0, 1, 2])), trails)
+    return failure.Position(waits and (waits, trails[waits][-1], (-1, [0, 1, 2])), trails)
 
 
 # For each rank the group that it waits in and how many collectives it has started in both; and those in a circle.
@@ -206,7 +207,7 @@ def test_circles_are_found_and_nothing_else():
     for table, expected in CIRCLES:
         positions = {rank: position(waits, a=a, b=b) for rank, (waits, a, b) in enumerate(table)}
         # Ranks tell each other in JSON.
-        heard = {rank: comm.Position(*json.loads(json.dumps(each))) for rank, each in positions.items()}
+        heard = {rank: failure.Position(*json.loads(json.dumps(each))) for rank, each in positions.items()}
         text = failure.find_circle(0, heard)
         if expected is None:
             assert text is None
@@ -281,12 +282,12 @@ def fail_before_others_look():
     axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu", timeout=30.0))
     state = comm.groups.rank_state()
     if state.rank:
-        while not state.board().check(["read/0"]):
-            assert not state.board().check(["read/1"])
+        while not state.board.check(["read/0"]):
+            assert not state.board.check(["read/1"])
     errors = (comm.CollectiveError, ZeroDivisionError)
     with pytest.raises(errors), comm.agree.calling("a call", lambda: [axis], begins=False):
         fs.psum(torch.ones(()), axis) if state.rank else 1 / 0
-    print(state.board().check(["read/1"]))
+    print(state.board.check(["read/1"]))
 
 
 def test_the_rank_that_holds_the_store_waits_for_a_living_one():
@@ -300,7 +301,7 @@ def test_a_rank_waits_for_those_of_its_round_of_an_exchange_that_are_not_there_y
 
     def position(started, awaits):
         entries = [(started, 0, "")]
-        return comm.Position(awaits and ("a group", entries[-1], awaits), {"a group": entries})
+        return failure.Position(awaits and ("a group", entries[-1], awaits), {"a group": entries})
 
     positions = {0: position(5, (1, [2])), 1: position(5, (1, [3])), 2: position(5, (0, [3])), 3: position(4, None)}
     assert [failure._awaited_by(rank, positions) for rank in ranks] == [{2}, {3}, {3}, set()]

@@ -13,7 +13,7 @@ from fshard import _compat
 from fshard.comm import CollectiveError, Meeting, connect
 from fshard.comm.failure import NOTE
 from fshard.comm.groups import RankState
-from fshard.comm.meeting import ANSWER, COUNT, END, ENTRY
+from fshard.comm.meeting import ANSWER, ASKERS, COUNT, END, ENTRY
 from fshard.comm.sockets import STORE_CLIENTS, sockets_of_mesh
 from tests.comm.counted_meetings import print_costs_of_meshes, print_limits
 from tests.forked_programs import run_on_ranks
@@ -146,8 +146,8 @@ def test_one_rank_finds_out_which_of_thousands_have_not_come(store, monkeypatch)
     assert texts[0].startswith("init_mesh: ranks 1000 and 3001 did not call it within 0.1 s. ")
     late = meet(store, 3001)
     assert [*texts, late.find_reason()] == texts[:1] * 4
-    # Each block of 64 ranks, and each rank of the three blocks that are not whole.
-    assert len(checks) <= MANY / 64 + 3 * 64
+    # All of them, and both halves of each part that lacks one of three.
+    assert len(checks) <= 1 + 3 * 2 * math.log2(MANY)
 
 
 def test_a_rank_that_may_not_open_enough_files_is_named_on_every_rank():
@@ -165,13 +165,14 @@ def test_a_rank_that_may_not_open_enough_files_is_named_on_every_rank():
 def test_a_rank_waits_while_another_one_finds_out_who_has_not_come(store, monkeypatch):
     searches = []
     monkeypatch.setattr(Meeting, "_find_missing", lambda *_: searches.append(1) or [0])
+    monkeypatch.setattr("fshard.comm.failure.LINGER_TIME", 0.01)
     # By a client of its own, as the other one waits.
     board = meet(store.clone(), 0).board
     board.add("askers", 1)
     other = threading.Timer(0.5, board.set, (NOTE, "the others' reason"))
     other.start()
-    with pytest.raises(CollectiveError, match=r"^the others' reason$"):
-        meet(store, 7, timeout=0.1).agree("the same", "".join, bool)
+    with pytest.raises(CollectiveError, match=r"^the others' reason$"), meet(store, 7, timeout=0.1) as meeting:
+        meeting.agree("the same", "".join, bool)
     other.join()
     assert not searches
 
@@ -179,6 +180,8 @@ def test_a_rank_waits_while_another_one_finds_out_who_has_not_come(store, monkey
 def test_a_rank_that_stops_once_it_has_come_is_named_and_those_that_wait_for_it_are_not(store, monkeypatch):
     """They answer the rank that has waited too long, by a thread where they are inside a constructor."""
     monkeypatch.setattr("fshard.comm.meeting.ANSWER_TIME", 0.5)
+    monkeypatch.setattr("fshard.comm.failure.LINGER_TIME", 0.01)
+    text = r"^init_mesh: rank 1000 did not make process groups within 0.1 s\. "
     board = come(store, absent=[7])
     board.set(ENTRY.format(MANY - 1), "")
     other = Meeting(store.clone(), 9, range(MANY), "1", 20.0)
@@ -186,6 +189,24 @@ def test_a_rank_that_stops_once_it_has_come_is_named_and_those_that_wait_for_it_
     for rank in set(range(MANY)) - {7, 9, 1000}:
         board.set(ANSWER.format(rank), "")
     asked.start()
-    with pytest.raises(CollectiveError, match=r"^init_mesh: rank 1000 did not make process groups within 0.1 s\. "):
-        meet(store, 7, timeout=0.1).agree("the same", "".join, bool)
+    with pytest.raises(CollectiveError, match=text), meet(store, 7, timeout=0.1) as meeting:
+        meeting.agree("the same", "".join, bool)
     asked.join()
+
+
+def test_a_rank_answers_one_that_looks_for_late_ones_only_while_it_waits(store, monkeypatch):
+    """One that hangs elsewhere is to be named."""
+    looks = threading.Semaphore(0)
+    monkeypatch.setattr("fshard.comm.meeting.LOOK_INTERVAL", 0.01)
+    monkeypatch.setattr(Meeting, "find_reason", lambda _: looks.release() or "")
+    answer = ANSWER.format(7)
+    with meet(store, 7) as meeting:
+        meeting.board.add(ASKERS, 1)
+        meeting.run(lambda client: dist.PrefixStore(meeting.prefix, client).wait([answer], timedelta(seconds=20)))
+        # The thread may be about to answer once more.
+        for _ in range(2):
+            meeting.board.delete_key(answer)
+            while looks.acquire(blocking=False):
+                pass
+            assert all(looks.acquire(timeout=20) for _ in range(2))
+        assert not meeting.board.check([answer])
