@@ -140,6 +140,7 @@ def assign_donated_outputs(graph: Graph, pairs: Mapping[Node, int]) -> None:
             to_write[source] = number
     storages = find_storages(graph.nodes)
     last_uses = find_last_uses(storages)
+    last_writes = find_last_uses(storages, find_sources=find_write_targets)
     memory = {source: next(iter(storages[source])) for source in to_write}
     overwritten = set(memory.values())
     output = graph.output_node()
@@ -150,8 +151,9 @@ def assign_donated_outputs(graph: Graph, pairs: Mapping[Node, int]) -> None:
                 results[number] = graph.call_function(aten.clone.default, (result,))
             results[number].meta["val"] = result.meta["val"].clone()
     for source, number in to_write.items():
-        # Nodes compare by their positions in the graph.
-        last = max(results[number], last_uses[memory[source]])
+        # Views may write to a result behind its node. Nodes compare by their positions in the graph.
+        writes = map(last_writes.__getitem__, storages.get(results[number], ()))
+        last = max(results[number], last_uses[memory[source]], *writes)
         with graph.inserting_after(output.prev if last is output else last):
             write = graph.call_function(aten.copy_.default, (source, results[number]))
         write.meta["val"] = source.meta["val"]

@@ -2,7 +2,8 @@
 
 import operator
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -44,8 +45,11 @@ def pair_arguments(node: Node) -> list[tuple[_compat.Argument, Any]]:
 def find_write_targets(node: Node) -> list[Node]:
     """List the nodes whose memory a node writes to."""
     targets: list[Node] = []
-    for argument, value in pair_arguments(node):
-        if not argument.written:
+    arguments = pair_arguments(node)
+    # Kernels of batch norm write to running statistics in training, and some of their schemas do not say so.
+    is_training = any(argument.name == "training" and value is True for argument, value in arguments)
+    for argument, value in arguments:
+        if not argument.written and not (is_training and argument.name.startswith("running_")):
             continue
         # Fused optimizers declare that they write to gradients, but they do so only to divide them by a scale.
         if argument.name == "grads" and node.kwargs.get("grad_scale") is None:
@@ -143,13 +147,16 @@ def _find_aliased_source(node: Node) -> Node | None:
 
 
 def find_last_uses(
-    storages: Mapping[Node, Storages], held_until: Mapping[Node, Storages] | None = None
+    storages: Mapping[Node, Storages],
+    held_until: Mapping[Node, Storages] | None = None,
+    find_sources: Callable[[Node], list[Node]] = attrgetter("all_input_nodes"),
 ) -> dict[Hashable, Node]:
-    """Find for each storage the last node that creates it, or that reads or writes something in it.
+    """Find for each storage the last node that creates or views it, or that reads or writes something in it.
 
     Args:
         storages: The storages of each node.
         held_until: For each wait the storages that a collective reads until the node has waited for it.
+        find_sources: Lists what a node reads and writes.
 
     Returns:
         The last node by the name of the storage.
@@ -157,7 +164,7 @@ def find_last_uses(
     last: dict[Hashable, Node] = {}
     for node, created in storages.items():
         last |= dict.fromkeys(created, node)
-        for source in node.all_input_nodes:
+        for source in find_sources(node):
             last |= dict.fromkeys(storages[source], node)
         if held_until is not None:
             last |= dict.fromkeys(held_until.get(node, ()), node)

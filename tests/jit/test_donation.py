@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fshard as fs
 from fshard.tree import flatten, is_sharded
@@ -95,7 +96,31 @@ def late(tree):
     return {"a": a, "b": tree["b"] * tree["a"] + a}
 
 
+def written_by_a_view(tree):
+    """A copy that is not the last to read what it copies, and is written to behind its node."""
+    copy = tree["b"].clone()
+    product = tree["a"] * tree["b"]
+    copy[0] = 7.0
+    return {"a": product, "b": copy}
+
+
+def normalize(tree):
+    """The schema of the operator does not say that it writes to its statistics, and nothing uses its result."""
+    F.batch_norm(torch.stack([X, X * X]), tree["a"], tree["b"], training=True)
+    return tree
+
+
+def normalize_copies(tree):
+    means = tree["a"].clone()
+    sums = tree["a"] + tree["b"]
+    F.batch_norm(torch.stack([X, X * X]), means, sums, training=True)
+    return {"a": means, "b": sums}
+
+
 READS = (
+    written_by_a_view,
+    normalize,
+    normalize_copies,
     lambda tree: {"a": tree["b"], "b": tree["a"]},
     lambda tree: {"a": tree["b"][1:].clone().new_ones(3) + tree["a"].sum(), "b": tree["a"].flip(0)},
     lambda tree: {"a": tree["a"].expand(3), "b": tree["b"][:]},
@@ -107,7 +132,7 @@ READS = (
 def test_values_are_read_before_they_are_written_over():
     for f in READS:
         tree = {"a": X + 1, "b": 2 * X}
-        expected = f(tree)
+        expected = f(copied(tree))
         for backend in BACKENDS:
             given = copied(tree)
             addresses = addresses_of(given)
