@@ -22,7 +22,7 @@ from fshard.jit.facts import Facts, collect_facts
 from fshard.jit.graph_pass import GraphPass
 from fshard.jit.nodes import find_inputs
 from fshard.jit.passes import fold_views_and_remove_dead_nodes, refuse_ambient_random, refuse_written_inputs
-from fshard.jit.signature import Signature, complete_outline, find_changes, make_exact, make_outline
+from fshard.jit.signature import Signature, complete_outline, find_changes, make_aval, make_exact, make_outline
 from fshard.jit.trace import Traced, replace_abstract, trace
 from fshard.reduction_order import refuse_inductor
 from fshard.shard import any_on_host
@@ -46,10 +46,10 @@ ProgramCache = Callable[["Jitted", Signature, Flat], tuple[Any, Callable[[Any], 
 
 
 class CapturedTensor(NamedTuple):
-    """A tensor that a function closes over, and how often it had been written to when the function was traced."""
+    """A tensor that a function closes over, and its `_describe_capture` when the function was traced."""
 
     tensor: torch.Tensor
-    version: int
+    description: Any
 
 
 class Program(NamedTuple):
@@ -119,7 +119,11 @@ class Jitted:
         """Bind a method to its object, as a function of Python does. The object is argument 0."""
         return self if instance is None else MethodType(self, instance)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle without programs, which are those of this function's passes and captured tensors."""
+        return self.__dict__ | {"_programs": {}, "_last": None, "traces": []}
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the function."""
         with comm.calling("jit", lambda: flatten((args, kwargs)).axes):
             flat = self._flatten(args, kwargs)
@@ -154,7 +158,7 @@ class Jitted:
         program = self._build_program(flat, usage)
         return self._build_for_agreed_usage(program, usage, flat).traced
 
-    def memory(self, *args: Any, **kwargs: Any) -> Any:
+    def memory(self, /, *args: Any, **kwargs: Any) -> Any:
         """Report the memory of a call over its operators, with and without the passes of the caller. Nothing runs.
 
         Args:
@@ -289,7 +293,7 @@ class Jitted:
             traced=traced,
             donated_leaves=donated_leaves,
             overwritten_leaves=set(donated_leaves) - donation.unchanged_leaves,
-            captured=[CapturedTensor(tensor, _compat.version(tensor)) for tensor in traced.captured],
+            captured=[CapturedTensor(tensor, _describe_capture(tensor)) for tensor in traced.captured],
             facts=passed_facts.for_each_axis(flat.axes),
             trace_facts=facts.before_agreement(),
         )
@@ -329,8 +333,8 @@ def jit(
     autocast, or static values (compared by type and bits) change, and `traces` says why.
 
     The function runs as it is, without a graph, inside another jitted function, under torch.func, under modes and
-    saved-tensor hooks of the caller's, if arguments require a gradient, and for sparse or quantized tensors. Follows
-    jax.jit.
+    saved-tensor hooks of the caller's, if arguments require a gradient, and for sparse, nested or quantized tensors and
+    those of other classes than torch.Tensor and Parameter. Follows jax.jit.
 
     Args:
         f: A pure function of pytrees of tensors that returns a pytree of tensors. Leave it out to use jit(...) as a
@@ -392,9 +396,11 @@ def _find_tensors(flat: Flat) -> list[torch.Tensor]:
 
 
 def _can_trace(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a trace keeps all of thousands of tensors: of sparse, quantized or dual ones it keeps too little."""
+    """Whether a trace keeps all of thousands of tensors: of sparse, nested, dual or other ones it keeps too little."""
     is_dense = set(attributes_of(tensors, "layout")) <= {torch.strided} and not _compat.any_dual(tensors)
-    return is_dense and not any(True in attributes_of(tensors, name) for name in ("requires_grad", "is_quantized"))
+    is_plain = set(map(type, tensors)) <= {torch.Tensor, torch.nn.Parameter}
+    names = "requires_grad", "is_quantized", "is_nested"
+    return is_dense and is_plain and not any(True in attributes_of(tensors, name) for name in names)
 
 
 def _make_guards(signature: Signature, tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
@@ -416,16 +422,21 @@ def _refuse_changed_values(changes: Mapping[str, str], flat: Flat) -> None:
     refuse("jit: values that the trace fixed have changed", problems, remedy)
 
 
+def _describe_capture(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Describe what a graph assumes of a tensor; assigning .data, as Module.to does, counts as no write."""
+    return _compat.version(tensor), tensor.requires_grad, *make_aval(tensor)
+
+
 def _refuse_changed_captures(program: Program, flat: Flat) -> None:
     """Refuse a call after a write to a tensor that the function closes over, or that would donate one."""
     donated = {id(tensor_of(flat.leaves[leaf_index])) for leaf_index in program.donated_leaves}
-    for tensor, version in program.captured:
+    for tensor, description in program.captured:
         if id(tensor) in donated:
             raise ValueError(
                 f"jit: the function closes over {describe(tensor)}, which this call donates. Use the argument inside "
                 "the function instead."
             )
-        if _compat.version(tensor) != version:
+        if _describe_capture(tensor) != description:
             raise ValueError(
                 f"jit: the function closes over {describe(tensor)}, which was modified after the trace, so the graph "
                 "may be out of date. Pass it as an argument, such as state.buffers."

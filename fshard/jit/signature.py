@@ -24,6 +24,7 @@ _MODES = (
     _CUDA.mem_efficient_sdp_enabled,
     _CUDA.math_sdp_enabled,
     _CUDA.cudnn_sdp_enabled,
+    _CUDA.fp16_bf16_reduction_math_sdp_allowed,
 )
 
 

@@ -1,10 +1,12 @@
 """Law 9 of jitted functions: a graph serves the calls that agree in all that its trace read, and no others."""
 
+import copy
 import itertools
 import math
+import pickle
 import struct
 import weakref
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum, StrEnum
@@ -249,11 +251,26 @@ def attention(x):
     return torch.nn.functional.scaled_dot_product_attention(*[x.outer(x).reshape(1, 1, 3, 3)] * 3)
 
 
+def attention_in_bfloat16(x):
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return torch.nn.functional.scaled_dot_product_attention(*[x.outer(x.sin()).bfloat16()[None, None]] * 3)
+
+
+@contextmanager
+def low_precision():
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
+
+
 MODES = [
     (torch.no_grad, lambda x: x * (2 + torch.is_grad_enabled())),
     (torch.inference_mode, lambda x: x * (2 + torch.is_grad_enabled())),
     (lambda: torch.device("meta"), lambda x: x * (2 + (torch.ones(1).device.type == "meta"))),
     (lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), attention),
+    (low_precision, attention_in_bfloat16),
     (parametrize.cached, lambda x: x * (2 + parametrize._cache_enabled)),
     (lambda: torch.autocast("cpu", torch.bfloat16), lambda x: x.outer(x) @ x),
 ]
@@ -331,6 +348,33 @@ def test_bits_do_not_depend_on_where_tensors_lie():
     assert jitted.traces == [FIRST]
 
 
+class DoubledTensor(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return 2 * out if func is torch.sin else out
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_with_functions_or_layouts_of_their_own_run_as_they_are():
+    jitted = fs.jit(torch.sin)
+    for tensor in (X.as_subclass(DoubledTensor), X) * 2:
+        assert jitted(tensor).tolist() == torch.sin(tensor).tolist()
+    assert jitted.traces == [FIRST]
+    nested = torch.nested.nested_tensor([X, X[:2]])
+    assert_same_bits(list(jitted(nested).unbind()), [X.sin(), X[:2].sin()])
+
+
+def test_a_copy_has_no_programs_of_its_origin():
+    """They compute with the captured tensors and the passes of the origin."""
+    jitted = fs.jit(torch.sin)
+    jitted(X)
+    for other in (copy.copy(jitted), copy.deepcopy(jitted), pickle.loads(pickle.dumps(jitted))):
+        assert other.traces == []
+        assert_same_bits(other(X), X.sin())
+    assert jitted.traces == [FIRST]
+
+
 READS = [
     lambda x, c: x * c.item(),
     lambda x, c: x if c else -x,
@@ -338,6 +382,13 @@ READS = [
     lambda x, c: x * c,
 ]
 REFUSED = [lambda x, c: x if c.sqrt().sum() > 1 else -x, lambda x, c: x * c.tolist(), lambda x, c: x * min(c, 3)]
+# What counts as no write, but changes what is computed.
+CHANGES = [
+    lambda closed: setattr(closed, "data", torch.ones(2)),
+    lambda closed: setattr(closed, "data", torch.ones(3).bfloat16()),
+    lambda closed: closed.requires_grad_(),
+    fs.jit(torch.neg, donate_argnums=0),
+]
 CLOSED = (
     "jit: the function closes over a float32 Tensor of shape (), which was modified after the trace, so the graph may "
     "be out of date. Pass it as an argument, such as state.buffers."
@@ -353,6 +404,13 @@ def test_values_that_a_function_closes_over_do_not_go_stale():
             assert_same_bits(jitted(x), read(x, closed))
         closed.fill_(0.0)
         with refused(CLOSED):
+            jitted(X)
+    for change in CHANGES:
+        closed = torch.ones(3)
+        jitted = fs.jit(lambda x, closed=closed: (x * closed.double().mean() / closed.shape[0]).sum())
+        jitted(X)
+        change(closed)
+        with pytest.raises(ValueError, match="which was modified after the trace, so the graph may be out of date"):
             jitted(X)
     for read in REFUSED:
         with pytest.raises(ValueError, match=r"reads the value of a tensor|needs the data or the memory of a tensor"):
