@@ -7,8 +7,10 @@ from torch.fx import Graph, GraphModule
 
 from fshard import _compat, lazy_names
 from fshard.comm import ops
+from fshard.errors import expect
 from fshard.jit.nodes import find_inputs
 from fshard.jit.trace import TRACING
+from fshard.tree.checks import describe
 
 Backend = str | Callable[..., Any]
 BACKENDS = ("graph", "inductor")
@@ -27,7 +29,9 @@ def prepare(module: Any, backend: Backend) -> Callable[..., Any]:
         A function of its inputs.
     """
     if callable(backend):
-        return backend(module, [node.meta["val"] for node in find_inputs(module.graph)])
+        run = backend(module, [node.meta["val"] for node in find_inputs(module.graph)])
+        expect(callable(run), "jit", "backend to return a function", describe(run))
+        return run
     if backend == "inductor":
         compile_pieces = find_in_extensions("compile_pieces")
         with TRACING:

@@ -20,7 +20,7 @@ from fshard.jit.donation import assign_donated_outputs, match_donated_outputs, p
 from fshard.jit.early_updates import schedule_early_updates
 from fshard.jit.facts import Facts, collect_facts
 from fshard.jit.graph_pass import GraphPass
-from fshard.jit.nodes import find_inputs
+from fshard.jit.nodes import find_inputs, find_results
 from fshard.jit.passes import fold_views_and_remove_dead_nodes, refuse_ambient_random, refuse_written_inputs
 from fshard.jit.signature import Signature, complete_outline, find_changes, make_aval, make_exact, make_outline
 from fshard.jit.trace import Traced, replace_abstract, trace
@@ -304,6 +304,9 @@ class Jitted:
         for graph_pass in self.passes:
             try:
                 traced, decision = graph_pass(traced)
+                # Before a donated state is gone.
+                traced.module.graph.lint()
+                list(zip(find_results(traced.module.graph), traced.specs, strict=True))
             except Exception as error:
                 raise ValueError(f"jit: the pass {graph_pass.name}: {error}") from error
             decisions.append(f"{graph_pass.name}: {decision}")

@@ -94,6 +94,30 @@ class Fail:
 
 
 @dataclass(frozen=True)
+class DropResult:
+    """Drops the last result."""
+
+    name: str = "drop"
+
+    def __call__(self, traced: Traced) -> PassedGraph:
+        output = traced.module.graph.output_node()
+        output.args = (output.args[0][:-1],)
+        return PassedGraph(traced, "nothing")
+
+
+@dataclass(frozen=True)
+class Disorder:
+    """Moves an operator behind one that reads its result."""
+
+    name: str = "disorder"
+
+    def __call__(self, traced: Traced) -> PassedGraph:
+        node = next(node for node in traced.module.graph.nodes if node.op == "call_function")
+        next(iter(node.users)).append(node)
+        return PassedGraph(traced, "nothing")
+
+
+@dataclass(frozen=True)
 class Returns:
     """Returns what is no graph."""
 

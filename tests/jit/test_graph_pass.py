@@ -7,7 +7,18 @@ import torch
 
 import fshard as fs
 from tests.faults import outcome
-from tests.jit.graph_passes import Decide, Fail, Recompute, Repeat, Returns, Unhashable, Watch, waves
+from tests.jit.graph_passes import (
+    Decide,
+    Disorder,
+    DropResult,
+    Fail,
+    Recompute,
+    Repeat,
+    Returns,
+    Unhashable,
+    Watch,
+    waves,
+)
 from tests.jit.steps import assert_jitted_is_eager, refused
 from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_alike, assert_same_bits, copied, normal, one_axis
@@ -83,6 +94,10 @@ def test_a_pass_that_fails_is_named_and_the_state_is_kept():
         fs.jit(case.step, donate_argnums=0, passes=(Recompute(), Fail()))(state, *case.batches[0])
     with refused("jit: the pass nothing: cannot unpack non-iterable NoneType object"):
         fs.jit(case.step, donate_argnums=0, passes=(Returns(None),))(state, *case.batches[0])
+    broken = {DropResult(): r"zip\(\) argument 2 is longer", Disorder(): "Argument .* was used before"}
+    for graph_pass, text in broken.items():
+        with pytest.raises(ValueError, match=f"^jit: the pass {graph_pass.name}: {text}"):
+            fs.jit(case.step, donate_argnums=0, passes=(graph_pass,))(state, *case.batches[0])
     jitted = fs.jit(case.step, donate_argnums=0)
     assert_alike(jitted(state, *case.batches[0]), case.step(case.state, *case.batches[0]))
 
