@@ -1,8 +1,9 @@
 """Private APIs by which torch traces programs into graphs, each with the versions it was checked on."""
 
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
@@ -216,8 +217,11 @@ def make_graph_of(
         if hasattr(torch.compiler, "_non_strict_tracing_context")
         else patch.object(torch.utils.checkpoint, "_is_compiling", lambda *_: False)
     )
+    # What was compiled before is traced too. The compiler is slow to import.
+    compiler = sys.modules.get("torch._dynamo.config")
+    inlined = nullcontext() if compiler is None else compiler.patch(error_on_nested_fx_trace=False)
     # Passes will change the graph: the code that it has until then is not needed.
-    with _use_lazy_graph_module(True), patch.object(proxy_tensor, "proxy_call", noted), whole:
+    with _use_lazy_graph_module(True), patch.object(proxy_tensor, "proxy_call", noted), whole, inlined:
         make = proxy_tensor.make_fx(f, dict(decompositions()), tracing_mode="fake", _allow_non_fake_inputs=True)
         return make(*tensors), read
 
