@@ -104,7 +104,7 @@ def find_storages(nodes: Iterable[Node]) -> dict[Node, Storages]:
     nbytes_of_arguments = _measure_arguments(nodes)
     storages: dict[Node, Storages] = {}
     # Names of storages by their keys: a key of its own, or the name of the storage that it stands for.
-    name_of_storage: dict[int, Hashable] = {}
+    name_of_storage: dict[Hashable, Hashable] = {}
     for node in nodes:
         value = node.meta.get("val")
         source = _find_aliased_source(node)
@@ -112,22 +112,24 @@ def find_storages(nodes: Iterable[Node]) -> dict[Node, Storages]:
         for tensor in value if isinstance(value, list | tuple) else [value]:
             if not isinstance(tensor, torch.Tensor):
                 continue
-            key = _compat.storage_key(tensor)
+            # Sparse tensors have no storage to ask for, and count as one.
+            is_dense = tensor.layout is torch.strided
+            key: Hashable = _compat.storage_key(tensor) if is_dense else tensor.layout
             if key not in name_of_storage:
                 # The node creates the storage, or it is a wait or a write in the place of a copy. A trace gives the
                 # results of these a storage of their own. When it runs, they lie in the memory of the argument.
                 name_of_storage[key] = key if source is None else next(iter(storages[source]))
-            nbytes = tensor.untyped_storage().nbytes()
+            nbytes = tensor.untyped_storage().nbytes() if is_dense else 0
             storages[node][name_of_storage[key]] = nbytes_of_arguments.get(key, nbytes)
     return storages
 
 
-def _measure_arguments(nodes: Iterable[Node]) -> dict[int, int]:
+def _measure_arguments(nodes: Iterable[Node]) -> dict[Hashable, int]:
     """Return the bytes from the first to the last element that arguments have in each storage, by its key.
 
     What lies around them, such as the rows of other ranks, differs between ranks.
     """
-    ends = defaultdict[int, list[int]](list)
+    ends = defaultdict[Hashable, list[int]](list)
     for node in nodes:
         tensor = node.meta.get("val")
         if node.op == "placeholder" and isinstance(tensor, torch.Tensor) and tensor.numel():

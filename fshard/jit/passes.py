@@ -50,7 +50,7 @@ def _fold_views(graph: Graph) -> None:
 def _describe_geometry(node: Node) -> Any:
     """Describe how a tensor views its memory; None if it is no tensor, or if a size is only known when it runs."""
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     numbers = (*value.shape, *value.stride(), value.storage_offset())
     if not all(isinstance(number, int) for number in numbers):
