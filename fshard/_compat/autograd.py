@@ -261,6 +261,10 @@ def share_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
     owners = list(zip(use_counts, map(sys.getrefcount, storages), strict=True))
     unshared_owners = owners.pop()
     is_shared = map(unshared_owners.__ne__, owners)
+    if not all(map(torch.UntypedStorage.resizable, storages)):
+        # The memory of an array, if it is not pinned or shared on purpose.
+        is_array = [not (x.resizable() or x.is_pinned() or x.is_shared()) for x in storages]
+        is_shared = map(operator.or_, is_shared, is_array)
     if all(has_memory):
         return list(is_shared)
     return [has and next(is_shared) for has in has_memory]

@@ -214,6 +214,16 @@ def test_what_the_function_closes_over_is_not_donated():
     assert jitted(first, X)[1].equal(X * X)
 
 
+def test_an_array_keeps_its_values():
+    """A tensor of from_numpy has its memory."""
+    array = X.clone().numpy()
+    jitted = fs.jit(plus_one, donate_argnums=0)
+    first = jitted({"x": torch.from_numpy(array)})
+    assert array.tolist() == X.tolist()
+    addresses = addresses_of(first)
+    assert addresses_of(jitted(first)) == addresses
+
+
 @on_ranks(1)
 def test_no_optimizer_begins_with_shared_memory_that_it_writes_to():
     """The average of a frozen parameter is the parameter."""
