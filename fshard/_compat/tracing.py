@@ -231,4 +231,7 @@ def asks_for_values(error: Exception) -> bool:
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+    if isinstance(error, TypeError):
+        # Of Python's own functions, such as format: what they are given is a symbol or a tensor without values.
+        return any(name in str(error) for name in ("SymInt", "SymFloat", "FakeTensor"))
     return isinstance(error, DataDependentOutputException | DynamicOutputShapeException | GuardOnDataDependentSymNode)

@@ -124,6 +124,11 @@ def refuse_ambient_random(graph: Graph) -> None:
             has_key = True
         elif node.target is random.set_random_state:
             has_key = had_key.get(node.args[0], False)
+        elif is_random(node) and node.kwargs.get("generator") is not None:
+            raise ValueError(
+                f"jit: {node.target} draws from a torch.Generator, which a graph does not seed. Leave it out, and draw "
+                "inside a module that is called with a key."
+            )
         elif is_random(node) and not has_key:
             raise ValueError(
                 f"jit: {node.target} draws random numbers without a key. Pass model.apply(..., key=...) a key that "

@@ -26,13 +26,13 @@ from fshard.tree import (
     is_sharded,
     tensor_of,
 )
-from fshard.tree.checks import check_tensors, count_writes
+from fshard.tree.checks import check_tensors, count_writes, describe
 
 # Tracing and compiling patch global state of the process, so only one thread may do either at a time.
 TRACING = threading.Lock()
 # Methods whose result a tensor without values does not have, or whose result changes from call to call. The result of a
 # tensor that the function closes over would go stale.
-_UNTRACEABLE_METHODS = ("storage", "untyped_storage", "storage_offset", "tolist", "numpy")
+_UNTRACEABLE_METHODS = ("storage", "untyped_storage", "storage_offset", "data_ptr", "is_set_to", "tolist", "numpy")
 
 
 class Traced(NamedTuple):
@@ -126,8 +126,28 @@ def trace(flat: Flat, f: Callable[..., Any], usage: TracedUsage | None = None) -
     specs = attributes_of(result.leaves, "spec")
     # The constants are listed before passes remove operators whose result was only read for its value.
     constants = [getattr(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr")]
-    captured = {id(tensor): tensor for tensor in (*constants, *tensors_read) if isinstance(tensor, torch.Tensor)}
-    return Traced(module, input_leaves, result.treedef, specs, list(captured.values()))
+    tensors = [tensor for tensor in (*constants, *tensors_read) if isinstance(tensor, torch.Tensor)]
+    captured = list({id(tensor): tensor for tensor in tensors}.values())
+    _refuse_captures(captured, result)
+    return Traced(module, input_leaves, result.treedef, specs, captured)
+
+
+def _refuse_captures(captured: Sequence[torch.Tensor], result: Flat) -> None:
+    """Refuse tensors that a function closes over and that an eager call would use otherwise than a graph."""
+    is_differentiated = True in attributes_of(result.tensors, "requires_grad")
+    for tensor in captured:
+        problem = ""
+        if _compat.is_fake(tensor):
+            problem = "has no values: an earlier trace left it in a cache, a list or an attribute. Compute it outside"
+        elif tensor.is_leaf and _compat.is_fake(tensor.grad):
+            tensor.grad = None
+            problem = "gets its .grad from backward(). Return gradients of fs.value_and_grad or torch.autograd.grad"
+        elif is_differentiated and tensor.requires_grad:
+            problem = (
+                "requires a gradient, which a graph does not pass on. Use torch.no_grad(), or differentiate inside"
+            )
+        if problem:
+            raise ValueError(f"jit: the function closes over {describe(tensor)}, which {problem}.")
 
 
 def replace_abstract(flat: Flat) -> Flat:
@@ -147,27 +167,30 @@ def replace_abstract(flat: Flat) -> Flat:
     return flat._replace(leaves=[fakes.get(id(leaf), leaf) for leaf in flat.leaves])
 
 
+def _refuse_seed(seed: Any) -> None:
+    raise ValueError("jit: later calls would not run torch.manual_seed. Give model.apply(..., key=...) a key.")
+
+
+def _replace_in_traces(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function take the place of torch's in this trace; other threads may call torch's meanwhile."""
+    eager = getattr(torch, name)
+    return lambda *args, **kwargs: (f if _compat.is_tracing() else eager)(*args, **kwargs)
+
+
 @contextmanager
 def _trace_alone() -> Iterator[None]:
     """Trace in one thread at a time, outside of modes that observe real execution: the recorder, and inference mode.
 
     torch.utils.checkpoint reads and sets the state of torch's generator, to draw the same masks again. In a trace both
-    become operators of the graph.
+    become operators of the graph. A seed would be set in the trace alone.
     """
-    get_state = torch.get_rng_state
-    set_state = torch.set_rng_state
-
-    # Other threads may call these meanwhile.
-    def get_rng_state() -> torch.Tensor:
-        return random.random_state() if _compat.is_tracing() else get_state()
-
-    def set_rng_state(state: torch.Tensor) -> None:
-        if _compat.is_tracing():
-            random.set_random_state(state)
-        else:
-            set_state(state)
-
-    patched = patch.multiple(torch, get_rng_state=get_rng_state, set_rng_state=set_rng_state)
+    functions = {
+        "get_rng_state": random.random_state,
+        "set_rng_state": random.set_random_state,
+        "manual_seed": _refuse_seed,
+    }
+    replacements: Any = {name: _replace_in_traces(name, f) for name, f in functions.items()}
+    patched = patch.multiple(torch, **replacements)
     with TRACING, _compat.outside_modes(), count_writes(), patched:
         yield
 
@@ -177,6 +200,8 @@ class _RefuseReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
+        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise ValueError("jit: a trace does not see that Tensor.data is assigned. Make a new tensor, or use copy_.")
         if name in _UNTRACEABLE_METHODS:
             caller = sys._getframe(1).f_code.co_filename
             if is_users_file(caller):

@@ -1,6 +1,8 @@
 """What a jitted function may do, and may not: looks at values, writes, draws, effects, operators of torch's."""
 
+import functools
 import inspect
+import json
 import math
 import re
 import traceback
@@ -29,6 +31,18 @@ def branch(x):
     return x if x.sum() > 0 else -x
 
 
+def log(x):
+    print(f"{x.sum():.3f}")
+
+
+def log_number(x):
+    print(f"{x.sum().item():.3f}")
+
+
+def write_json(x):
+    json.dumps(x.sum().item())
+
+
 def rate_by_math(count):
     return 0.1 * math.cos(count)
 
@@ -38,6 +52,7 @@ def test_looking_at_values_is_refused_and_the_line_stands_above():
     tx = fs.sgd(lr=rate_by_math)
     state = fs.update(tx, fs.TrainState.create(X, tx), X)
     calls = {branch: lambda: fs.jit(branch)(X), rate_by_math: lambda: fs.jit(partial(fs.update, tx))(state, X)}
+    calls |= {function: partial(fs.jit(function), X) for function in (log, log_number, write_json)}
     for function, call in calls.items():
         with refused(READS_A_VALUE) as caught:
             call()
@@ -49,6 +64,9 @@ VALUES_IN_ARITHMETIC = (
     lambda x: x * x.sum().item() + 1,
     lambda x: x * sum(x.tolist()),
     lambda x: x[x > 1],
+    lambda x: torch.sparse.mm(x.outer(x).to_sparse(), x[:, None]),
+    lambda x: x.outer(x).to_sparse().coalesce().values() * 2,
+    lambda x: x.outer(x).to_sparse_csr() @ x,
     lambda x: torch.cond(x.sum() > 4, lambda x: x.sin(), lambda x: x * x - 1, (x,)),
 )
 
@@ -72,6 +90,47 @@ DROPS = fs.functionalize(torch.nn.Dropout())
 def writes_to_captured(x):
     CAPTURED.add_(1)
     return x + CAPTURED
+
+
+WEIGHT = torch.nn.Parameter(torch.ones(3))
+
+
+def closes_over_a_weight(x):
+    return x * WEIGHT
+
+
+def runs_backward(x):
+    (x * WEIGHT).sum().backward()
+    return WEIGHT.grad
+
+
+@functools.cache
+def make_mask():
+    return torch.ones(3)
+
+
+def uses_a_cache(x):
+    return x * make_mask()
+
+
+def assigns_data(x):
+    result = x + 1
+    result.data = 3 * x
+    return result
+
+
+def seeds(x):
+    torch.manual_seed(0)
+    return x + torch.rand(3)
+
+
+class DrawsFromGenerator(torch.nn.Module):
+    def forward(self, x):
+        return x + torch.rand(3, generator=torch.Generator())
+
+
+def normalizes(x):
+    return torch.nn.functional.batch_norm(X.expand(2, 3), x, None, training=True)
 
 
 def writes_to_argument(tree):
@@ -112,6 +171,7 @@ KEY_IS_MISSING = (
     "aten.rand.default draws random numbers without a key. Pass model.apply(..., key=...) a key that changes "
     "every step, such as fs.fold_in(state.key, state.step)."
 )
+CLOSES = "the function closes over a "
 BY_POSITION = "but the function takes 2 arguments by position. Count from 0."
 # Options of a jitted function of two arguments.
 OPTIONS = [
@@ -146,6 +206,40 @@ CALLS = [
         lambda: fs.jit(writes_to_argument)({"view": X.clone()}),
         "aten.zero_.default writes in place to [0][0]['view'], which is not donated. Return a new value, or donate the "
         "argument.",
+    ),
+    (
+        lambda: fs.jit(normalizes)(X.clone()),
+        "aten.native_batch_norm.default writes in place to [0][0], which is not donated. Return a new value, or donate "
+        "the argument.",
+    ),
+    (
+        lambda: fs.jit(closes_over_a_weight)(X),
+        f"{CLOSES}float32 Parameter of shape (3,), which requires a gradient, which a graph does not pass on. Use "
+        "torch.no_grad(), or differentiate inside.",
+    ),
+    (
+        lambda: fs.jit(runs_backward)(X),
+        f"{CLOSES}float32 Parameter of shape (3,), which gets its .grad from backward(). Return gradients of "
+        "fs.value_and_grad or torch.autograd.grad.",
+    ),
+    (
+        lambda: [fs.jit(uses_a_cache)(x) for x in (X, X)],
+        f"{CLOSES}float32 FakeTensor of shape (3,), which has no values: an earlier trace left it in a cache, a list "
+        "or an attribute. Compute it outside.",
+    ),
+    (
+        lambda: fs.jit(assigns_data)(X),
+        "a trace does not see that Tensor.data is assigned. Make a new tensor, or use copy_.",
+    ),
+    (lambda: fs.jit(seeds)(X), "later calls would not run torch.manual_seed. Give model.apply(..., key=...) a key."),
+    (
+        lambda: fs.jit(lambda x: fs.functionalize(DrawsFromGenerator()).apply({}, x, key=0))(X),
+        "aten.rand.generator draws from a torch.Generator, which a graph does not seed. Leave it out, and draw inside "
+        "a module that is called with a key.",
+    ),
+    (
+        lambda: fs.jit(scale, backend=lambda *_: None)(X, 2.0),
+        "expected backend to return a function, got None",
     ),
     (
         lambda: fs.jit(lambda x: {"x": x, "n": 3, "none": None})(X),
@@ -194,9 +288,14 @@ def test_refusals():
     for call, text in CALLS:
         with refused(f"jit: {text}"):
             call()
+    assert WEIGHT.grad is None
     for call, text in UNHASHABLE:
         with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
             call()
+
+
+def test_a_keyword_may_be_called_self():
+    assert fs.jit(lambda x, self: x * self)(X, self=X).equal(X * X)
 
 
 def test_argnums_may_name_arguments_that_are_passed_by_keyword_or_not_at_all():
@@ -309,6 +408,9 @@ def test_torch_compile_of_a_step_is_refused_and_one_that_calls_a_compiled_loss_i
     with pytest.raises(Exception, match=r"torch\.compile cannot trace fshard's functions; use fs\.jit"):
         torch.compile(step, fullgraph=True, backend="eager")(params)
     loss = torch.compile(lambda w: w.square().sum(), backend="eager", fullgraph=True)
-    value, grads = fs.value_and_grad(lambda p: loss(fs.gather(p)["w"]))(params)
-    assert value.item() == 8.0
-    assert fs.unshard(grads)["w"].equal(torch.full((4, 2), 2.0))
+    step = fs.value_and_grad(lambda p: loss(fs.gather(p)["w"]))
+    # A graph has the operators of what was compiled.
+    for run in (step, fs.jit(step)):
+        value, grads = run(params)
+        assert value.item() == 8.0
+        assert fs.unshard(grads)["w"].equal(torch.full((4, 2), 2.0))
