@@ -13,8 +13,8 @@ from torch.fx.node import map_arg
 from fshard import _compat, comm, random
 from fshard.comm import ops
 
-__all__ = ["find_collective", "find_inputs", "find_last_uses", "find_results", "find_storages", "find_write_targets"]
-__all__ += ["is_impure", "is_random", "is_view", "is_wait"]
+__all__ = ["find_collective", "find_inputs", "find_last_uses", "find_results", "find_storages"]
+__all__ += ["find_values", "find_write_targets", "is_impure", "is_random", "is_view", "is_wait"]
 
 # Bytes of storages by their names.
 Storages = dict[Hashable, int]
@@ -42,6 +42,12 @@ def pair_arguments(node: Node) -> list[tuple[_compat.Argument, Any]]:
     return pairs
 
 
+def find_values(node: Node) -> tuple[Any, Any]:
+    """Return the arguments and the keywords of a node, with the values of other nodes in the place of these."""
+    values: Any = map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
+    return values
+
+
 def find_write_targets(node: Node) -> list[Node]:
     """List the nodes whose memory a node writes to."""
     targets: list[Node] = []
@@ -61,7 +67,8 @@ def find_write_targets(node: Node) -> list[Node]:
 
 def find_collective(node: Node) -> comm.Collective | None:
     """Return the collective that a node starts, if any."""
-    return ops.collective_of(node.target, map_arg(node.args, lambda source: source.meta.get("val")))
+    args, _ = find_values(node)
+    return ops.collective_of(node.target, args)
 
 
 def is_view(node: Node) -> bool:
@@ -150,14 +157,12 @@ def _find_aliased_source(node: Node) -> Node | None:
 
 def find_last_uses(
     storages: Mapping[Node, Storages],
-    held_until: Mapping[Node, Storages] | None = None,
     find_sources: Callable[[Node], list[Node]] = attrgetter("all_input_nodes"),
 ) -> dict[Hashable, Node]:
     """Find for each storage the last node that creates or views it, or that reads or writes something in it.
 
     Args:
         storages: The storages of each node.
-        held_until: For each wait the storages that a collective reads until the node has waited for it.
         find_sources: Lists what a node reads and writes.
 
     Returns:
@@ -168,6 +173,4 @@ def find_last_uses(
         last |= dict.fromkeys(created, node)
         for source in find_sources(node):
             last |= dict.fromkeys(storages[source], node)
-        if held_until is not None:
-            last |= dict.fromkeys(held_until.get(node, ()), node)
     return last

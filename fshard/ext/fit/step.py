@@ -13,8 +13,6 @@ from fshard.extend import Rates, arguments_of, estimate_operator, find_lifetimes
 
 # Seconds of the host to start an operator.
 _SECONDS_TO_START = 2e-6
-# Operators of this namespace read the state of a generator, or say something to other ranks.
-_NAMESPACE = "fshard"
 
 
 class StepFacts:
@@ -26,7 +24,7 @@ class StepFacts:
         storages: For each node the bytes of the storages that its results lie in, those of arguments left out. Until
             somebody has waited for a message, what it sends is among them.
         last_uses: The last node that uses each storage.
-        gathered: For each node that takes one tensor of a gather the tensor that is sent.
+        gathered: The nodes that take one tensor of a gather.
         reads: The nodes that a copy of a node reads. A tensor that was gathered together with others is gathered alone.
         copy_until: For each node the first one that writes to what a copy of it reads, or the last one of the graph.
             Behind it a copy would read something else. It is the node itself if that may not run again.
@@ -45,36 +43,26 @@ class StepFacts:
         lifetimes = find_lifetimes(graph)
         self.graph = graph
         self.arguments = sum(lifetimes.always_held.values())
+        self.storages = lifetimes.taken
+        self.last_uses = lifetimes.last_uses
         self.must_run = set(filter(graph_nodes.is_impure, graph.nodes))
-        self.gathered: dict[Node, Node] = {}
-        self.reads: dict[Node, list[Node]] = {}
+        self.gathered = set[Node]()
+        self.reads = {node: node.all_input_nodes for node in graph.nodes}
         self.seconds: dict[Node, float] = {}
         for node in graph.nodes:
-            self.reads.setdefault(node, node.all_input_nodes)
             seconds = estimate_operator(node, rates)
             if seconds:
                 seconds += _SECONDS_TO_START
-            self.seconds.setdefault(node, seconds)
-            collective = graph_nodes.find_collective(node)
-            if collective is not None and collective.op == "all_gather":
+            self.seconds[node] = seconds
+        for pending in lifetimes.pending_buffers:
+            collective: Any = graph_nodes.find_collective(pending.start)
+            if collective.op == "all_gather":
                 _, rate = rates.find_link(collective.axis)
-                sources: Any = node.args[0]
-                for taken in node.users:
-                    position: Any = taken.args[1]
-                    source = sources[position]
-                    self.gathered[taken] = source
-                    self.reads[taken] = [source]
-                    self.seconds[taken] = rates.latency + taken.meta["val"].nbytes / rate
+                self.gathered.add(pending.taken)
+                self.reads[pending.taken] = [pending.source]
+                self.seconds[pending.taken] = rates.latency + pending.taken.meta["val"].nbytes / rate
         self.copy_until = self._find_last_copies(lifetimes.storages)
         self.equals = self._find_equal_values()
-        for pending in lifetimes.pending_buffers:
-            for node in (pending.start, *pending.start.users):
-                if pending.buffer in lifetimes.storages[node] and not graph_nodes.is_wait(node):
-                    lifetimes.storages[node].update(pending.held_storages)
-        self.storages: dict[Node, dict[Hashable, int]] = {}
-        for node, storages in lifetimes.storages.items():
-            self.storages[node] = {name: storages[name] for name in storages if name not in lifetimes.always_held}
-        self.last_uses = lifetimes.last_uses
 
     def _find_last_copies(self, storages: dict[Node, dict[Hashable, int]]) -> dict[Node, Node]:
         """Find for each node the last one before which it may run again."""
@@ -83,10 +71,10 @@ class StepFacts:
         for node in reversed(self.graph.nodes):
             last_copies[node] = node
             if self._may_run_again(node) and next_writes.keys().isdisjoint(storages[node]):
-                last_copies[node] = self.graph.output_node()
+                ends = [self.graph.output_node()]
                 for source in self.reads[node]:
-                    writes = [next_writes[name] for name in storages[source] if name in next_writes]
-                    last_copies[node] = min([last_copies[node], *writes])
+                    ends += [next_writes[name] for name in storages[source] if name in next_writes]
+                last_copies[node] = min(ends)
             for target in graph_nodes.find_write_targets(node):
                 next_writes |= dict.fromkeys(storages[target], node)
         return last_copies
@@ -100,7 +88,8 @@ class StepFacts:
             return False
         if target is operator.getitem:
             return True
-        if arguments_of(target) is None or target.namespace == _NAMESPACE:
+        # Operators of fshard read the state of a generator, or say something to other ranks.
+        if arguments_of(target) is None or target.namespace == "fshard":
             return False
         return torch.Tag.nondeterministic_bitwise not in target.tags
 
@@ -112,7 +101,7 @@ class StepFacts:
             call: Any = (node.target, node.args, node.kwargs)
             if node in self.gathered:
                 start: Any = node.args[0]
-                call = (start.target, self.gathered[node], start.args[1:])
+                call = (start.target, self.reads[node], start.args[1:])
             call = map_arg(call, lambda value: equals[value][0])
             # If something had been written in between, copies could run until another write.
             equals[node] = nodes_of_call[repr((call, self.copy_until[node]))]

@@ -5,7 +5,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from fshard import comm
 from fshard.ext.jit.uses import find_uses
@@ -30,12 +29,16 @@ class PendingBuffer(NamedTuple):
 
     Attributes:
         start: The node that starts the collective.
-        wait: The node that waits for the buffer.
+        source: The tensor that is sent.
+        taken: The node that takes the buffer out of what the start returns; the start if none does.
+        wait: The node that waits for the buffer; the start if none does.
         buffer: The name of the buffer's storage.
         held_storages: The storages that the collective holds of the tensor that is sent: its own, or a copy of it.
     """
 
     start: Node
+    source: Node
+    taken: Node
     wait: Node
     buffer: Hashable
     held_storages: Storages
@@ -47,7 +50,8 @@ class Lifetimes(NamedTuple):
     Attributes:
         storages: For each node the storages that its results lie in.
         always_held: The storages of inputs and constants, which are there all the time.
-        taken: For each node the storages that are held from when it runs.
+        taken: For each node the storages that its results lie in, those of `always_held` left out. Until somebody has
+            waited for a message, what is held of the tensor that is sent is among them.
         last_uses: For each storage the last node that needs it, or waits for the collective that holds it.
         pending_buffers: The buffers of collectives.
     """
@@ -219,22 +223,17 @@ def find_lifetimes(graph: Graph) -> Lifetimes:
     """
     storages = graph_nodes.find_storages(graph.nodes)
     pending_buffers = list(_find_pending_buffers(storages))
+    in_use = {node: dict(created) for node, created in storages.items()}
+    for pending in pending_buffers:
+        for node in (pending.start, pending.taken):
+            in_use[node] |= pending.held_storages
     always_held: Storages = {}
     taken: dict[Node, Storages] = {}
-    for node, created in storages.items():
-        taken[node] = {}
-        holder = always_held if node.op in ("placeholder", "get_attr") else taken[node]
-        holder |= _leave_out(created, always_held)
-    sent_until = defaultdict[Node, Storages](dict)
-    for pending in pending_buffers:
-        sent_until[pending.wait] |= pending.held_storages
-        taken[pending.start] |= _leave_out(pending.held_storages, always_held)
-    last_uses = graph_nodes.find_last_uses(storages, sent_until)
-    return Lifetimes(storages, always_held, taken, last_uses, pending_buffers)
-
-
-def _leave_out(storages: Storages, left_out: Storages) -> Storages:
-    return {name: nbytes for name, nbytes in storages.items() if name not in left_out}
+    for node, used in in_use.items():
+        if node.op in ("placeholder", "get_attr"):
+            always_held |= used
+        taken[node] = {name: nbytes for name, nbytes in used.items() if name not in always_held}
+    return Lifetimes(storages, always_held, taken, graph_nodes.find_last_uses(in_use), pending_buffers)
 
 
 def _find_pending_buffers(storages: Mapping[Node, Storages]) -> Iterator[PendingBuffer]:
@@ -244,13 +243,14 @@ def _find_pending_buffers(storages: Mapping[Node, Storages]) -> Iterator[Pending
         if graph_nodes.is_wait(node):
             waits |= dict.fromkeys(waited, node)
     for node in storages:
-        values = map_arg(node.args, lambda source: source.meta.get("val"))
-        for i, bytes_copied in enumerate(held_in_flight(node.target, values)):
+        args, _ = graph_nodes.find_values(node)
+        for i, bytes_copied in enumerate(held_in_flight(node.target, args)):
+            tensors: Any = node.args[0]
+            taken = next((user for user in node.users if user.args[1] == i), node)
             buffer = list(storages[node])[i]
             held_storages: Storages = {}
             if bytes_copied == 0:
-                tensors: Any = node.args[0]
                 held_storages = storages[tensors[i]]
             elif bytes_copied is not None:
                 held_storages = {(node, i): bytes_copied}
-            yield PendingBuffer(node, waits.get(buffer, node), buffer, held_storages)
+            yield PendingBuffer(node, tensors[i], taken, waits.get(buffer, node), buffer, held_storages)

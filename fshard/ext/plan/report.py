@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
-from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from fshard import comm
-from fshard.extend import NOT_NEGATIVE, POSITIVE, check_numbers, describe, expect
+from fshard.extend import NOT_NEGATIVE, POSITIVE, check_numbers, describe, expect, graph_nodes
 
 aten = torch.ops.aten
 _ATTENTION = "_scaled_dot_product_flash_attention"
@@ -81,7 +80,7 @@ def count_flops(node: Node) -> int:
     formula = flop_registry.get(_SAME_FORMULA.get(packet, packet))
     if formula is None:
         return 0
-    args, kwargs = map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    args, kwargs = graph_nodes.find_values(node)
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 

@@ -171,6 +171,16 @@ def test_what_a_collective_holds_is_in_flight_until_somebody_has_waited_for_it()
 
 
 @on_ranks(2)
+def test_what_a_collective_sends_is_held_until_somebody_has_waited_for_it():
+    axis = fs.axis_of(one_axis())
+    graph = fs.make_graph(lambda x: fs.all_to_all(2 * x, axis, 0, 0))(X)
+    (pending,) = graph.memory.pending_buffers
+    (sent,) = pending.held_storages
+    assert graph.memory.taken[pending.taken].keys() == {sent, pending.buffer}
+    assert graph.memory.last_uses[sent] is pending.wait is not pending.start
+
+
+@on_ranks(2)
 def test_a_collective_whose_result_this_rank_does_not_use_stays_and_is_waited_for():
     """Other ranks may use it, and its buffers must not go before it has ended."""
     axis = fs.axis_of(one_axis())
