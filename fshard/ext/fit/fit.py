@@ -33,12 +33,13 @@ class Fit(NamedTuple):
 
     def __call__(self, traced: Traced) -> PassedGraph:
         """Return a graph that computes the same bits and holds no more bytes than the budget."""
-        graph = traced.module.graph
-        schedule = find_plan(StepFacts(graph, self.rates), self.budget)
+        step = StepFacts(traced.module.graph, self.rates)
+        schedule = find_plan(step, self.budget)
         if schedule.peak > self.budget:
             raise ValueError(_refuse(schedule, self.budget))
-        module = GraphModule(traced.module, build(schedule)) if schedule.copies else traced.module
-        return PassedGraph(traced._replace(module=module), _digest(schedule))
+        if schedule.copies:
+            traced = traced._replace(module=GraphModule(traced.module, build(schedule)))
+        return PassedGraph(traced, _digest(schedule))
 
 
 def fit(budget: int | str, rates: Rates = Rates()) -> Fit:  # noqa: B008
@@ -100,8 +101,8 @@ def _digest(schedule: Schedule) -> str:
 
 def _refuse(schedule: Schedule, budget: int) -> str:
     """Say what the smallest budget is, and what is held at its peak."""
-    peak = int(schedule.held.argmax())
-    held: Counter[str] = Counter()
+    peak = schedule.held.argmax()
+    held = Counter[str]()
     for buffer in schedule.buffers:
         if buffer.uses[0] <= peak <= buffer.uses[-1]:
             held[schedule.placed[buffer.uses[0]].node.name] += buffer.bytes

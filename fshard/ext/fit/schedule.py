@@ -2,15 +2,12 @@
 
 import math
 import operator
-from bisect import bisect_left, insort
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from fshard.ext.fit.step import StepFacts
 from fshard.extend import graph_nodes, walk_graph
@@ -68,11 +65,6 @@ class Placed:
     inputs: dict[Node, "Placed"]
     buffers: dict[Hashable, Buffer]
 
-    @property
-    def is_copy(self) -> bool:
-        """Whether the operator runs again."""
-        return self.node is not self.time
-
 
 class Schedule:
     """The order of a step's operators and copies that follows from cuts.
@@ -96,10 +88,11 @@ class Schedule:
         """Place the operators; StaleError if a copy would read something else than its original did."""
         self.step = step
         self.cuts = cuts
-        self._cut_times = defaultdict[Hashable, list[Node]](list)
+        # For each storage the nodes behind which it is gone.
+        self._ends = {storage: [node] for storage, node in step.last_uses.items()}
         for cut in cuts:
-            insort(self._cut_times[cut.storage], cut.time)
-        # The operators, by their nodes and by how often the storages of their results were gone.
+            self._ends[cut.storage].append(cut.time)
+        # The operators, by their nodes and by when the storages of their results will be gone.
         self._values: dict[Hashable, Placed] = {}
         for node in step.graph.nodes:
             for source in node.all_input_nodes:
@@ -110,14 +103,11 @@ class Schedule:
         runs = set(walk_graph(must_run, lambda entry: entry.inputs.values()))
         self.placed = [entry for entry in self._values.values() if entry in runs]
         self.buffers = self._list_buffers()
-        change = np.zeros(len(self.placed) + 1, dtype=np.int64)
-        change[0] = step.arguments
+        self.held = np.full(len(self.placed), step.arguments)
         for buffer in self.buffers:
-            change[buffer.uses[0]] += buffer.bytes
-            change[buffer.uses[-1] + 1] -= buffer.bytes
-        self.held = np.cumsum(change[:-1])
+            self.held[buffer.uses[0] : buffer.uses[-1] + 1] += buffer.bytes
         self.peak = int(self.held.max())
-        self.copies = [entry for entry in self.placed if entry.is_copy]
+        self.copies = [entry for entry in self.placed if entry.node is not entry.time]
         self.seconds = math.fsum(step.seconds[entry.node] for entry in self.placed)
 
     def find_missing(
@@ -139,7 +129,7 @@ class Schedule:
         seconds = 0.0
         while waiting and seconds <= limit:
             node = waiting.pop()
-            if node in missing or self._find(node, time, dropped) is not None:
+            if node in missing or any(self._list_equal(node, time, dropped)):
                 continue
             if self.step.copy_until[node] < time:
                 raise StaleError(node.name)
@@ -153,45 +143,36 @@ class Schedule:
 
         Several results are taken apart at once, or the list would hold all of them.
         """
-        if self._find(node, time) is not None:
+        if any(self._list_equal(node, time)):
             return
         self._place(node, time, self.step.reads[node])
         for user in node.users:
             if user.target is operator.getitem:
-                self._place(user, time, [node])
+                self._copy(user, time)
 
     def _place(self, node: Node, time: Node, sources: Iterable[Node]) -> None:
-        """Append an operator, unless its result is there."""
-        key = self._make_key(node, time)
-        if key in self._values:
-            return
-        inputs: dict[Node, Placed] = {}
+        """Append an operator."""
+        inputs = {source: next(self._list_equal(source, time)) for source in sources}
         buffers: dict[Hashable, Buffer] = {}
-        for source in sources:
-            entry = self._find(source, time)
-            assert entry is not None
-            inputs[source] = entry
+        for source, entry in inputs.items():
             # An equal value may stand in the place of an input: its storages are others, in the same order.
             buffers |= zip(self.step.storages[source], entry.buffers.values(), strict=False)
-        results: dict[Hashable, Buffer] = {}
-        for storage, nbytes in self.step.storages[node].items():
-            results[storage] = buffers.get(storage) or Buffer(storage, nbytes, [])
-        self._values[key] = Placed(node, time, inputs, results)
+        storages = self.step.storages[node]
+        results = {storage: buffers.get(storage) or Buffer(storage, storages[storage], []) for storage in storages}
+        self._values[self._make_key(node, time)] = Placed(node, time, inputs, results)
 
-    def _find(self, node: Node, time: Node, dropped: Hashable = None) -> Placed | None:
-        """Find the operator that has made a value, or an equal one."""
+    def _list_equal(self, node: Node, time: Node, dropped: Hashable = None) -> Iterator[Placed]:
+        """List the operators whose results are there and have a value: its own, then equal ones."""
         for other in (node, *self.step.equals[node]):
-            entry = self._values.get(self._make_key(other, time))
-            if entry is not None and dropped not in self.step.storages[other]:
-                return entry
-        return None
+            key = self._make_key(other, time)
+            if key in self._values and dropped not in self.step.storages[other]:
+                yield self._values[key]
 
     def _make_key(self, node: Node, time: Node) -> Hashable:
-        """Name a value by how often its storages were gone; after its last use one is gone at each time anew."""
-        key: list[Hashable] = [node]
+        """Name a value by when its storages will be gone; one that is made behind their last uses is gone at once."""
+        key = [node]
         for storage in self.step.storages[node]:
-            is_over = self.step.last_uses[storage] < time
-            key.append(time if is_over else bisect_left(self._cut_times.get(storage, ()), time))
+            key += [end for end in self._ends[storage] if end >= time] or [time]
         return tuple(key)
 
     def _list_buffers(self) -> list[Buffer]:
@@ -220,7 +201,8 @@ def build(schedule: Schedule) -> Graph:
     nodes: dict[Placed, Node] = {}
     for entry in schedule.placed:
         sources = {source: nodes[made] for source, made in entry.inputs.items()}
-        if entry.is_copy and entry.node in schedule.step.gathered:
+        is_copy = entry.node is not entry.time
+        if is_copy and entry.node in schedule.step.gathered:
             # Gather this tensor alone.
             start: Any = entry.node.args[0]
             again = graph.call_function(start.target, ([*sources.values()], *start.args[1:]))
@@ -229,13 +211,12 @@ def build(schedule: Schedule) -> Graph:
             nodes[entry].meta = dict(entry.node.meta)
             continue
         nodes[entry] = graph.node_copy(entry.node, sources.__getitem__)
-        if entry.is_copy:
+        if is_copy:
             nodes[entry].meta["fit"] = "recompute"
     for node in graph.nodes:
         if "fit" in node.meta or graph_nodes.is_view(node):
             target: Any = node.target
-            args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+            args, kwargs = graph_nodes.find_values(node)
             with graph_nodes.find_inputs(graph)[0].meta["val"].fake_mode:
                 node.meta["val"] = target(*args, **kwargs)
-    graph.lint()
     return graph

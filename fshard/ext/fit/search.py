@@ -38,17 +38,18 @@ def find_plan(step: StepFacts, budget: int) -> Schedule:
     schedule = before = Schedule(step, [])
     beyond_arguments = schedule.peak - step.arguments
     while schedule.peak > budget:
-        enough = schedule.peak - max(1, beyond_arguments // _LEAST_PART)
-        proposed = (_try(schedule, cuts) for cuts in _propose(schedule, beyond_arguments))
         before = schedule
-        lower = (other for other in proposed if other is not None and other.peak <= enough)
-        schedule = next(lower, before)
-        if schedule is before:
-            return schedule
+        enough = before.peak - max(1, beyond_arguments // _LEAST_PART)
+        for cuts in _propose(before, beyond_arguments):
+            lower = _try(before, cuts)
+            if lower is not None and lower.peak <= enough:
+                schedule = lower
+                break
+        else:
+            return before
     # Take back cuts that the budget does not need, by halving their number: for a larger budget as many or more.
-    while len(schedule.cuts) - len(before.cuts) > 1:
-        middle = (len(schedule.cuts) + len(before.cuts)) // 2
-        halfway = _try(before, schedule.cuts[len(before.cuts) : middle])
+    while len(added := schedule.cuts[len(before.cuts) :]) > 1:
+        halfway = _try(before, added[: len(added) // 2])
         if halfway is None or not _costs_no_less(schedule, halfway):
             return schedule
         if halfway.peak <= budget:
@@ -76,7 +77,16 @@ def _propose(schedule: Schedule, beyond_arguments: int) -> Iterator[list[Cut]]:
     for part in _PARTS:
         target = schedule.peak - max(1, beyond_arguments // part)
         ranked = rank_cuts(schedule, target)
-        cuts = _take_until(schedule, ranked, target)
+        held = schedule.held.copy()
+        cuts: list[Cut] = []
+        # Those that would lower the peak if copies needed no memory.
+        for cut in ranked:
+            span = held[cut.begin + 1 : cut.end]
+            if span.max() > target:
+                span -= cut.bytes
+                cuts.append(cut)
+            if held.max() <= target:
+                break
         while cuts:
             yield cuts
             cuts = cuts[: len(cuts) // 2]
@@ -85,35 +95,21 @@ def _propose(schedule: Schedule, beyond_arguments: int) -> Iterator[list[Cut]]:
     yield from ([cut] for cut in singles[:_TRIES])
 
 
-def _take_until(schedule: Schedule, ranked: Iterable[Cut], target: int) -> list[Cut]:
-    """Take cuts in their order until no more than the target is held anywhere, if copies need no memory."""
-    held = schedule.held.copy()
-    taken: list[Cut] = []
-    for cut in ranked:
-        span = held[cut.begin + 1 : cut.end]
-        if span.max() > target:
-            span -= cut.bytes
-            taken.append(cut)
-        if held.max() <= target:
-            break
-    return taken
-
-
 def rank_cuts(schedule: Schedule, target: int) -> list[Cut]:
     """List the cuts that free memory where more is held than the target, the best first."""
-    too_many = np.concatenate([[0], np.cumsum(schedule.held > target)])
+    is_too_much = schedule.held > target
+    longest = schedule.seconds / _LONGEST_PART
     worths: dict[Cut, float] = {}
     for buffer in schedule.buffers:
         for begin, end in pairwise(buffer.uses):
-            freed = int(too_many[end] - too_many[begin + 1])
+            freed = np.count_nonzero(is_too_much[begin + 1 : end])
             cut = Cut(buffer.storage, schedule.placed[begin].time, begin, end, buffer.bytes)
             user = schedule.placed[end]
             # The buffer of a message that nobody waits for would be held until the process ends.
-            if freed <= 0 or cut.time >= user.time or graph_nodes.is_wait(user.node):
+            if not freed or cut.time >= user.time or graph_nodes.is_wait(user.node):
                 continue
-            starts = [node for node, entry in user.inputs.items() if buffer in entry.buffers.values()]
             try:
-                missing = schedule.find_missing(starts, user.time, buffer.storage, schedule.seconds / _LONGEST_PART)
+                missing = schedule.find_missing(user.inputs, user.time, cut.storage, longest)
             except StaleError:
                 continue
             if missing:
