@@ -53,7 +53,7 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard.extend", "plan.report"): "Rates check_rates",
         ("fshard.extend", "plan.timeline"): "estimate_operator",
         ("fshard.init", "counter"): "draw_by_counter",
-        ("fshard.jit", "fit.memory"): "report_memory",
+        ("fshard.jit", "fit.memory"): "MemoryReport",
         ("fshard.jit", "jit.inductor"): "compile_pieces",
         ("fshard.testing", "testing.assert_step"): "assert_step",
         ("fshard.testing", "testing.check_optimizer"): "check_optimizer",

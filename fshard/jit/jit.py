@@ -168,7 +168,7 @@ class Jitted:
         Returns:
             The report. Print it to read what is held at the peak, and what the passes chose.
         """
-        return find_in_extensions("report_memory")(self, args, kwargs)
+        return find_in_extensions("MemoryReport")(self, args, kwargs)
 
     def _find_changes(self, signature: Signature, flat: Flat) -> dict[str, str]:
         """Find what has changed since the last trace."""

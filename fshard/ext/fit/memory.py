@@ -4,11 +4,9 @@ import copy
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import fshard as fs
 from fshard import comm
@@ -17,57 +15,74 @@ from fshard.ext.fit.picture import draw_curves
 from fshard.extend import StepGraph, graph_nodes
 
 # Kinds of memory by the uses of storages, in the order in which a report lists them.
-_KINDS: Mapping[str, str] = MappingProxyType(
-    {
-        "parameters": "parameters",
-        "optimizer_state": "optimizer state",
-        "inputs": "other arguments",
-        "gathered": "full units",
-        "gradients": "full gradients",
-        "reduced": "reduced gradients",
-        "saved": "saved for the backward",
-        "in_flight": "messages in flight",
-        "activations": "other results",
-    }
+_KINDS = (
+    ("parameters", "parameters"),
+    ("optimizer_state", "optimizer state"),
+    ("inputs", "other arguments"),
+    ("gathered", "full units"),
+    ("gradients", "full gradients"),
+    ("reduced", "reduced gradients"),
+    ("saved", "saved for the backward"),
+    ("in_flight", "messages in flight"),
+    ("activations", "other results"),
 )
 
 
-class GraphMemory(NamedTuple):
+class GraphMemory:
     """The memory of a rank while one graph runs.
 
     Attributes:
         arguments: Bytes of the arguments, which are held all the time.
         held: Bytes that are held while each operator runs, arguments included.
+        peak: The most of them.
         place: The operator at which most are held, the first of several, and where the program has it.
         kinds: The bytes that are held then, by kind.
+        choices: What is computed or gathered again to fit a budget, module by module, in words.
     """
 
-    arguments: int
-    held: list[int]
-    place: str
-    kinds: dict[str, int]
+    def __init__(self, graph: StepGraph, args: Any) -> None:
+        """Predict the memory of a graph that was traced with these arguments."""
+        uses = _find_uses(graph, args)
+        sums = graph.sum_by_use(uses, graph.at_peak)
+        self.arguments = sum(graph.memory.always_held.values())
+        self.held = [self.arguments + moment.bytes for moment in graph.moments]
+        self.peak = max(self.held)
+        self.place = _describe_place(graph.at_peak)
+        self.kinds = {kind: sums[use] for use, kind in _KINDS}
+        self.choices = list(_list_choices(graph, uses))
 
-    @property
-    def peak(self) -> int:
-        """The most bytes that are held at a time, arguments included."""
-        return max(self.held)
 
-
-@dataclass(frozen=True, repr=False)
 class MemoryReport:
     """The memory of a jitted step, as `jitted.memory` predicts it. It prints as a table.
 
     Attributes:
         before: The memory without a budget.
         after: The memory with it; the same if the step has no budget.
-        budget: The bytes that a rank may hold, arguments included; None if the step has no budget.
         choices: What is computed or gathered again to fit the budget, module by module, in words.
+        budget: The bytes that a rank may hold, arguments included; None if the step has no budget.
     """
 
-    before: GraphMemory
-    after: GraphMemory
-    budget: int | None
-    choices: list[str]
+    def __init__(self, jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Trace a call with its passes and without them. Nothing runs and nothing is sent.
+
+        Args:
+            jitted: The jitted function.
+            args: The arguments of the call.
+            kwargs: Its keywords.
+        """
+        memories = []
+        with _compat.noting_origins():
+            # Once if it has no passes.
+            for passes in dict.fromkeys([(), jitted.passes]):
+                function = copy.copy(jitted)
+                function.passes = passes
+                graph = fs.make_graph(function)(*args, **kwargs)
+                memories.append(GraphMemory(graph, (*args, kwargs)))
+        self.before = memories[0]
+        self.after = memories[-1]
+        self.choices = self.after.choices
+        budgets = (graph_pass.budget for graph_pass in jitted.passes if hasattr(graph_pass, "budget"))
+        self.budget = min(budgets, default=None)
 
     def draw(self, path: str | Path) -> None:
         """Write a picture: the bytes over the step, before and after the budget, and the budget as a line.
@@ -86,7 +101,7 @@ class MemoryReport:
             memories[f"budget {_write_bytes(self.budget)}"] = self.after
         lines = [_write_row("memory of a rank in one step", memories)]
         rows = {"  most bytes held": [memory.peak for memory in memories.values()]}
-        for kind in _KINDS.values():
+        for kind in self.before.kinds:
             rows[f"    {kind}"] = [memory.kinds[kind] for memory in memories.values()]
         rows["  beyond the arguments"] = [memory.peak - memory.arguments for memory in memories.values()]
         lines += [_write_row(title, map(_write_bytes, sizes)) for title, sizes in rows.items() if any(sizes)]
@@ -98,36 +113,6 @@ class MemoryReport:
     __repr__ = __str__
 
 
-def report_memory(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> MemoryReport:
-    """Predict the memory of a jitted step, and say what its budget changed. Nothing runs and nothing is sent.
-
-    Args:
-        jitted: The jitted function.
-        args: The arguments of a call.
-        kwargs: Its keywords.
-    """
-    memories = []
-    with _compat.noting_origins():
-        # Once if it has no passes.
-        for passes in dict.fromkeys([(), jitted.passes]):
-            function = copy.copy(jitted)
-            function.passes = passes
-            graph = fs.make_graph(function)(*args, **kwargs)
-            uses = _find_uses(graph, (*args, kwargs))
-            memories.append(_measure(graph, uses))
-    budgets = [graph_pass.budget for graph_pass in jitted.passes if hasattr(graph_pass, "budget")]
-    return MemoryReport(memories[0], memories[-1], min(budgets, default=None), list(_list_choices(graph, uses)))
-
-
-def _measure(graph: StepGraph, uses: Mapping[Hashable, str]) -> GraphMemory:
-    """Predict the memory of a rank while a graph runs."""
-    sums = graph.sum_by_use(uses, graph.at_peak)
-    kinds = {kind: sums[use] for use, kind in _KINDS.items()}
-    arguments = sum(graph.memory.always_held.values())
-    held = [arguments + moment.bytes for moment in graph.moments]
-    return GraphMemory(arguments, held, _describe_place(graph.at_peak), kinds)
-
-
 def _find_uses(graph: StepGraph, args: Any) -> dict[Hashable, str]:
     """Find the uses of storages, with gradients and results of operators told apart."""
     storages = graph.memory.storages
@@ -136,7 +121,7 @@ def _find_uses(graph: StepGraph, args: Any) -> dict[Hashable, str]:
         node = moment.node
         is_reduced = moment.collective is not None and moment.collective.label == comm.Verb.SCATTER
         for source in node.all_input_nodes:
-            is_reduced |= any(uses[storage] == "reduced" for storage in storages[source])
+            is_reduced |= "reduced" in map(uses.get, storages[source])
         for storage in storages[node]:
             phases = [_compat.origin_of(user).phase for user in (node, graph.memory.last_uses[storage])]
             if is_reduced and uses[storage] == "gradients":
@@ -153,11 +138,16 @@ def _list_choices(graph: StepGraph, uses: Mapping[Hashable, str]) -> Iterator[st
     for moment in graph.moments:
         if "fit" not in moment.node.meta or graph_nodes.is_view(moment.node):
             continue
+        # A block, such as "blocks.3", and the submodule in it.
+        ((block, part),) = re.findall(r"^(.*?\b\d+\b|.*)\.?(.*)", _compat.origin_of(moment.node).module)
         if moment.collective is not None:
-            parts[moment.collective.unit]["weights gathered again"] = None
-        elif all(uses[storage] != "gathered" for storage in graph.memory.storages[moment.node]):
-            block, part = _name_part(moment)
-            parts[block][part] = None
+            block, part = moment.collective.unit, "weights gathered again"
+        elif "gathered" in map(uses.get, graph.memory.storages[moment.node]):
+            continue
+        elif not part:
+            operator = moment.operator.removeprefix("aten.").split(".")[0]
+            part = "attention" if "attention" in operator else operator
+        parts[block or "Operators outside of modules"][part] = None
     for names, blocks in groupby(parts, lambda block: ", ".join(parts[block])):
         first, *others = blocks
         yield f"{' to '.join([first, *others[-1:]])}: {names}"
@@ -169,15 +159,6 @@ def _write_row(title: str, cells: Any) -> str:
 
 def _write_bytes(nbytes: float) -> str:
     return f"{nbytes / 1e6:,.2f} MB"
-
-
-def _name_part(moment: Any) -> tuple[str, str]:
-    """Name the block that an operator belongs to, such as "blocks.3", and the submodule in it or the operator."""
-    module = _compat.origin_of(moment.node).module
-    numbered = re.match(r"(.*?\b\d+)\b\.?(.*)", module)
-    block, part = numbered.groups() if numbered else (module or "Operators outside of modules", "")
-    operator = moment.operator.removeprefix("aten.").split(".")[0]
-    return block, part or ("attention" if "attention" in operator else operator)
 
 
 def _describe_place(moment: Any) -> str:
