@@ -5,6 +5,7 @@ import gc
 import re
 import weakref
 from contextlib import nullcontext
+from functools import partial
 from itertools import cycle
 from types import MethodType
 
