@@ -5,21 +5,31 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 import fshard as fs
-from fshard.ext.optim.leaves import check_real, leafwise, map_gradients
+from fshard.ext.optim.leaves import (
+    add_multiple,
+    check_real,
+    is_set,
+    leafwise,
+    map_gradients,
+    share_out,
+    stack_counts,
+    take_with_gradient,
+)
 from fshard.ext.optim.native import check_rates
-from fshard.ext.optim.norms import leaf_means
+from fshard.ext.optim.norms import leaf_means, stack_norms
 from fshard.ext.optim.parts import Number, Rate
 from fshard.extend import (
     NOT_NEGATIVE,
     Range,
-    ReductionOrder,
     check_numbers,
     count_updates,
     expect,
     find_order,
     flatten,
+    leaves_of,
     map_leaves,
     map_trained_leaves,
     no_updates,
@@ -42,7 +52,7 @@ class AdafactorState(NamedTuple):
         counts: The number of updates made of each leaf: int64 tensors of shape ().
     """
 
-    updates: torch.Tensor
+    updates: Tensor
     row: Any
     column: Any
     counts: Any
@@ -81,14 +91,14 @@ def scale_by_factored_rms(
             [1., 1.]])}
     """
     api_name = "scale_by_factored_rms"
-    order = find_order(api_name, reduction_order)
+    find_order(api_name, reduction_order)
     check_numbers(api_name, NOT_POSITIVE, beta2_decay=beta2_decay)
     if eps is not None:
         check_numbers(api_name, NOT_NEGATIVE, eps=eps)
 
     def update(grads: Any, state: AdafactorState, params: Any) -> tuple[Any, AdafactorState]:
         counts = count_updates(state.counts, grads)
-        weights = fs.tree_map(lambda count: count.double() ** beta2_decay, counts)
+        weights = share_out((stack_counts(counts, grads) ** beta2_decay)[:, 0], grads)
         squares = fs.tree_map(lambda grad: grad * grad, grads)
         columns = leaf_means(squares, -2, reduction_order)
         means = leaf_means(squares, -1, reduction_order)
@@ -97,7 +107,7 @@ def scale_by_factored_rms(
         (row,) = leafwise(_move_towards, rows, [state.row], [weights])
         (column,) = leafwise(_move_towards, columns, [state.column], [weights])
         sizes = leaf_means(row, -2, reduction_order)
-        grads = map_gradients(_divide_by_root, grads, row, column, sizes, numbers=(eps, order))
+        grads = map_gradients(_divide_by_root, grads, row, column, sizes, numbers=(eps,))
         return grads, AdafactorState(state.updates + 1, row, column, counts)
 
     return fs.GradientTransformation(_init, update)
@@ -130,28 +140,25 @@ def _init_mean(leaf: Any, dim: int) -> Any:
     return fs.Sharded(zeros, leaf.spec.reduced(reduced_dims)) if isinstance(leaf, fs.Sharded) else zeros
 
 
-def _move_towards(new: torch.Tensor, old: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
-    return (old + weight.to(new.dtype) * (new - old),)
+def _move_towards(new: Tensor, old: Tensor, weight: Tensor) -> tuple[Tensor]:
+    return (old.lerp(new.to(old.dtype), weight.to(old.dtype)),)
 
 
 def _divide_by_root(
-    grad: torch.Tensor,
+    grad: Tensor,
     row: Any,
     column: Any,
     size: Any,
     eps: float | None,
-    order: ReductionOrder,
-) -> torch.Tensor:
+) -> Tensor:
     """Divide a gradient by the root of its mean square, the product of a row and a column over the row's mean."""
     least = torch.finfo(grad.dtype).eps if eps is None else eps
     variance = row
     if size is not None:
         variance = row * column / size.clamp(min=least)
     variance = variance.clamp(min=least * least)
-    if order.keeps_bits:
-        # Kernels of half precision round the root before its inverse for the last few elements of a shard alone.
-        return variance.double().rsqrt().to(variance.dtype) * grad
-    return variance.rsqrt() * grad
+    # Kernels of rsqrt in half precision round the root before its inverse for the last few elements of a shard alone.
+    return grad / variance.sqrt()
 
 
 def adafactor(
@@ -198,29 +205,21 @@ def adafactor(
     least_square, least_size = eps
     scaling = scale_by_factored_rms(beta2_decay, least_square, reduction_order=reduction_order)
 
-    def move(
-        step: Any,
-        param: Any,
-        param_norm: Any,
-        step_norm: Any,
-        root: Any,
-        count: Any,
-        rate: Any,
-        decay: Any,
-    ) -> Any:
-        """Subtract a step from a leaf; `root` times a root mean square is a norm."""
-        relative_rate = torch.minimum(rate, count.double() ** -0.5)
-        rate_of_leaf = (param_norm / root).clamp(min=least_size) * relative_rate
-        factor = rate_of_leaf / (step_norm / (root * d)).clamp(min=1.0)
-        return (param * (1 - rate * decay).to(param.dtype) - step * factor.to(step.dtype),)
+    def move(step: Tensor, param: Tensor, factor: Any, shrinkage: Any) -> Any:
+        return [add_multiple(param * shrinkage if is_set(weight_decay) else param, step, factor)]
 
     def update(grads: Any, state: AdafactorState, params: Any) -> tuple[Any, Any]:
         steps, new_state = scaling.update(grads, state, params)
-        param_norms, step_norms = fs.leaf_norms((params, steps), reduction_order=reduction_order)
-        roots = map_leaves(_root_of_numel, params)
         rate = torch.as_tensor(lr(state.updates) if callable(lr) else lr, dtype=torch.float64)
-        given = [param_norms, step_norms, roots, new_state.counts]
-        (params,) = leafwise(move, steps, [params], given, (rate, weight_decay))
+        stepped = take_with_gradient(params, steps)
+        param_norms, step_norms = stack_norms((stepped, steps), 2.0, reduction_order).chunk(2)
+        # A norm is the root of a mean square times this root.
+        roots = [max(1, leaf.numel()) ** 0.5 for leaf in leaves_of(stepped) if leaf is not None]
+        root = torch.tensor(roots, dtype=torch.float64).to(param_norms.device)
+        counts = stack_counts(new_state.counts, grads)[:, 0].to(param_norms.device)
+        rates = (param_norms / root).clamp(min=least_size) * torch.minimum(rate, counts.rsqrt())
+        factors = -rates / (step_norms / (root * d)).clamp(min=1.0)
+        (params,) = leafwise(move, steps, [params], [share_out(factors, steps)], (1 - rate * weight_decay,))
         return params, new_state
 
     return fs.Optimizer(scaling.init, update)
@@ -233,10 +232,3 @@ def _check_eps(eps: Any) -> None:
     if least_square is not None:
         check_numbers("adafactor", NOT_NEGATIVE, **{"eps[0]": least_square})
     check_numbers("adafactor", NOT_NEGATIVE, **{"eps[1]": least_size})
-
-
-def _root_of_numel(leaf: Any) -> torch.Tensor | None:
-    """Return the root of the number of elements of a whole leaf."""
-    if leaf is None:
-        return None
-    return torch.tensor(max(1, leaf.numel()) ** 0.5, dtype=torch.float64)

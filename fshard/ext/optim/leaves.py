@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import count
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import fshard as fs
+from fshard import Axis, GradientTransformation
 from fshard.extend import (
     count_updates,
     describe,
@@ -15,6 +18,7 @@ from fshard.extend import (
     is_trained,
     leaves_of,
     like,
+    map_leaves,
     map_trained_leaves,
     no_updates,
     partition_axes,
@@ -24,20 +28,81 @@ from fshard.extend import (
     without_padding,
 )
 
-Math = Callable[..., tuple[torch.Tensor, ...]]
+Math = Callable[..., tuple[Tensor, ...]]
 
 
-def elements_of(leaf: Any) -> torch.Tensor:
+def elements_of(leaf: Any) -> Tensor:
     """Return the elements of a leaf that this rank holds, without padding."""
     return without_padding(leaf) if isinstance(leaf, fs.Sharded) else leaf
 
 
-def make_varying(number: Any, axes: Sequence[fs.Axis]) -> Any:
+def make_varying(number: Any, axes: Sequence[Axis]) -> Any:
     """Prepare a number that agrees between ranks for math on shards, so that its cotangents are summed over ranks."""
-    if isinstance(number, torch.Tensor):
+    if isinstance(number, Tensor):
         for axis in axes:
             number = fs.pcast(number, axis, to="varying")
     return number
+
+
+def share_out(numbers: Tensor, tree: Any) -> Any:
+    """Give each leaf its element of a vector of numbers that agree between ranks, prepared for math on the leaf.
+
+    Args:
+        numbers: The vector, with an element for each leaf that is not None.
+        tree: The leaves.
+
+    Returns:
+        A tree of the same structure with scalars in the leaf's dtype, float32 at least. None for None.
+    """
+
+    @cache
+    def elements_for(axes: tuple[Axis, ...], dtype: torch.dtype) -> Any:
+        return make_varying(numbers.to(dtype), axes).unbind()
+
+    indices = count()
+
+    def take_element(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        dtype = torch.promote_types(leaf.dtype.to_real(), torch.float32)
+        return elements_for(partition_axes(leaf), dtype)[next(indices)]
+
+    return map_leaves(take_element, tree)
+
+
+def take_with_gradient(tree: Any, grads: Any) -> Any:
+    """Keep the leaves that have a gradient; others become None."""
+    return map_leaves(lambda leaf, grad: None if grad is None else leaf, tree, grads)
+
+
+def stack_counts(counts: Any, grads: Any, numbers: Sequence[Any] = ()) -> Tensor:
+    """Stack the counts of leaves that have a gradient, for math with some hyperparameters.
+
+    Returns:
+        A row of two equal float64 numbers for each leaf. Kernels round powers in full vectors in another way than the
+        rest. A row is too short for a vector, so that a power does not depend on its place.
+    """
+    updated = fs.tree_leaves(take_with_gradient(counts, grads))
+    if not updated:
+        return torch.zeros(0, 2)
+    # Hyperparameters and counts may be on an accelerator, and a leaf that was frozen until now has a count on the CPU.
+    tensors = filter(torch.is_tensor, (*updated, *numbers))
+    device = max(tensors, key=lambda tensor: not tensor.is_cpu).device
+    vector = torch.stack([count.to(device) for count in updated])
+    return vector.double()[:, None].expand(-1, 2)
+
+
+def is_set(number: Any) -> bool:
+    """Whether a hyperparameter may be another number than 0."""
+    return isinstance(number, Tensor) or number != 0
+
+
+def add_multiple(tensor: Tensor, other: Tensor, factor: Any) -> Tensor:
+    """Add a multiple of another tensor, with bits that depend on the elements alone."""
+    # Kernels of half precision round the multiple before they add it only for the last few elements of a shard.
+    if isinstance(factor, Tensor) or tensor.itemsize < 4:
+        return tensor + other * factor
+    return tensor.add(other, alpha=factor)
 
 
 def leafwise(
@@ -53,8 +118,8 @@ def leafwise(
         f: Called with the tensors of a leaf in `grads`, in the old trees and in the given ones, and then with the
             numbers. Returns the tensors of the new trees.
         grads: The gradients. Leaves without one stay as they are.
-        old: The trees that the new ones replace. They decide the dtypes, because a number of another dtype would widen
-            tensors of shape (). A leaf that was frozen until now, and is None there, starts from zeros.
+        old: The trees that the new ones replace, with their dtypes. A leaf that was frozen until now, and is None
+            there, starts from zeros.
         given: Trees that are only read.
         numbers: Tensors among them agree between ranks. Their cotangents are summed if ranks use them on shards.
 
@@ -63,7 +128,7 @@ def leafwise(
     """
 
     @cache
-    def numbers_for(axes: tuple[fs.Axis, ...]) -> list[Any]:
+    def numbers_for(axes: tuple[Axis, ...]) -> list[Any]:
         return [make_varying(number, axes) for number in numbers]
 
     def make_leaves(grad: Any, *leaves: Any) -> Sequence[Any]:
@@ -74,10 +139,12 @@ def leafwise(
             if inputs[i] is None:
                 inputs[i] = _zeros_like(grad)
         local_grad, *tensors = tensors_of([grad, *inputs])
-        new_tensors = f(local_grad, *tensors, *numbers_for(partition_axes(grad)))
+        # A number of another dtype would widen a tensor of shape (), but not a shard of such a leaf, of shape [1].
+        wide = torch.atleast_1d(local_grad, *tensors[: len(old)])
+        new_tensors = f(*wide, *tensors[len(old) :], *numbers_for(partition_axes(grad)))
         for i, tensor in enumerate(new_tensors):
-            dtype = tensors[i].dtype
-            inputs[i] = like(inputs[i], tensor if tensor.dtype is dtype else tensor.to(dtype))
+            tensor = tensor.to(tensors[i].dtype)
+            inputs[i] = like(inputs[i], tensor if tensors[i].dim() else tensor[0])
         return inputs
 
     flat = flatten(old[0])
@@ -86,23 +153,23 @@ def leafwise(
     return tuple([flat.unflatten([row[i] for row in rows]) for i in range(len(old))])
 
 
-def map_gradients(f: Callable[..., torch.Tensor], grads: Any, *given: Any, numbers: Sequence[Any] = ()) -> Any:
+def map_gradients(f: Callable[..., Tensor], grads: Any, *given: Any, numbers: Sequence[Any] = ()) -> Any:
     """Make new gradients from gradients and given trees; see `leafwise`."""
     (new_grads,) = leafwise(lambda grad, _, *rest: (f(grad, *rest),), grads, [grads], given, numbers)
     return new_grads
 
 
-def make_stateless(f: Callable[[Any, Any], Any]) -> fs.GradientTransformation:
+def make_stateless(f: Callable[[Any, Any], Any]) -> GradientTransformation:
     """Make a transformation without a state from a function of gradients and parameters that returns gradients."""
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         _check_state(state, isinstance(state, tuple) and not state, "an empty state")
         return f(grads, params), state
 
-    return fs.GradientTransformation(lambda params: (), update)
+    return GradientTransformation(lambda params: (), update)
 
 
-def make_bound(bind: Callable[[Any, Any], Any]) -> fs.GradientTransformation:
+def make_bound(bind: Callable[[Any, Any], Any]) -> GradientTransformation:
     """Make a transformation without a state from the `bind` of one."""
     return make_stateless(lambda grads, params: bind(grads, params)(grads))._replace(bind=bind)
 
@@ -112,15 +179,18 @@ def make_stateful(
     math: Math,
     numbers: Sequence[Any],
     check: Callable[[Any], None],
-) -> fs.GradientTransformation:
+    read_counts: Callable[[Tensor], Sequence[Tensor]],
+) -> GradientTransformation:
     """Make a transformation whose state is a count for each leaf, and trees that start as zeros.
 
     Args:
         state_class: The class of the state, a NamedTuple whose first field is the counts.
-        math: Called with a leaf's gradient, twice, its tensors in the trees, its count and the numbers. Returns the new
-            gradient and tensors.
+        math: Called with a leaf's gradient, twice, its tensors in the trees, what its count decides and the numbers.
+            Returns the new gradient and tensors.
         numbers: As for `leafwise`.
         check: Refuses parameters for which there is no such state.
+        read_counts: Maps the counts of all leaves that have a gradient, an int64 vector, to vectors of numbers that
+            `math` needs of them. An element must not depend on its place in the vector.
     """
 
     def init(params: Any) -> Any:
@@ -131,10 +201,11 @@ def make_stateful(
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         _check_state(state, isinstance(state, state_class), f"a state of class {state_class.__name__}")
         counts = count_updates(state[0], grads)
-        grads, *trees = leafwise(math, grads, (grads, *state[1:]), [counts], numbers)
+        given = [share_out(numbers, grads) for numbers in read_counts(stack_counts(counts, grads, numbers))]
+        grads, *trees = leafwise(math, grads, (grads, *state[1:]), given, numbers)
         return grads, state_class(counts, *trees)
 
-    return fs.GradientTransformation(init, update)
+    return GradientTransformation(init, update)
 
 
 def _check_state(state: Any, is_own: bool, expected: str) -> None:

@@ -5,13 +5,36 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 import fshard as fs
-from fshard.ext.optim.leaves import check_real, leafwise, make_bound, make_stateful, make_stateless, map_gradients
-from fshard.ext.optim.norms import find_norm_order, global_norm, leaf_norms
+from fshard import GradientTransformation, Optimizer
+from fshard.ext.optim.leaves import (
+    add_multiple,
+    check_real,
+    is_set,
+    leafwise,
+    make_bound,
+    make_stateful,
+    make_stateless,
+    map_gradients,
+    share_out,
+)
+from fshard.ext.optim.norms import find_norm_order, global_norm, stack_norms
 from fshard.ext.optim.parts import Mask, Number, Rate
 from fshard.ext.optim.wrappers import masked
-from fshard.extend import FRACTION, NOT_NEGATIVE, check_floating, check_numbers, expect, find_order, flatten, zero
+from fshard.extend import (
+    FRACTION,
+    NOT_NEGATIVE,
+    any_dual,
+    check_floating,
+    check_numbers,
+    expect,
+    find_order,
+    flatten,
+    transforms_active,
+    zero,
+)
 
 
 def check_rates(api_name: str, lr: Rate, betas: Any = (0.0, 0.0), **numbers: Number) -> None:
@@ -39,7 +62,7 @@ def clip_by_global_norm(
     p: float = 2.0,
     *,
     reduction_order: str | None = None,
-) -> fs.GradientTransformation:
+) -> GradientTransformation:
     """Scale gradients down so that the norm of all of them together is at most `max_norm`.
 
     Follows torch.nn.utils.clip_grad_norm_ on full gradients. The norm is computed in float64: each element counts once,
@@ -70,7 +93,7 @@ def clip_by_global_norm(
 
     def bind(grads: Any, params: Any) -> Any:
         norm = global_norm(grads, p, reduction_order=reduction_order)
-        return partial(map_gradients, _multiply, numbers=(_find_scale(max_norm, norm),))
+        return partial(map_gradients, torch.mul, numbers=(_find_scale(max_norm, norm),))
 
     return make_bound(bind)
 
@@ -80,7 +103,7 @@ def clip_by_norm(
     p: float = 2.0,
     *,
     reduction_order: str | None = None,
-) -> fs.GradientTransformation:
+) -> GradientTransformation:
     """Scale each leaf's gradient down so that its own norm is at most `max_norm`; see `clip_by_global_norm`.
 
     Follows torch.nn.utils.clip_grad_norm_, called for each parameter by itself. It costs one collective for each set of
@@ -107,23 +130,18 @@ def clip_by_norm(
     find_norm_order("clip_by_norm", p, reduction_order)
 
     def bind(grads: Any, params: Any) -> Any:
-        norms = leaf_norms(grads, p, reduction_order=reduction_order)
-        scales = fs.tree_map(partial(_find_scale, max_norm), norms)
-        return lambda grads: map_gradients(_multiply, grads, scales)
+        scales = share_out(_find_scale(max_norm, stack_norms(grads, p, reduction_order)), grads)
+        return lambda grads: map_gradients(torch.mul, grads, scales)
 
     return make_bound(bind)
 
 
-def _find_scale(max_norm: float, norm: torch.Tensor) -> torch.Tensor:
+def _find_scale(max_norm: float, norm: Tensor) -> Tensor:
     # As in torch.nn.utils.clip_grad_norm_: the same 1e-6, and a multiplication by 1 if nothing is clipped.
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def _multiply(grad: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return grad * scale.to(grad.dtype)
-
-
-def clip_by_value(max_value: float) -> fs.GradientTransformation:
+def clip_by_value(max_value: float) -> GradientTransformation:
     """Clamp each element of a gradient between -max_value and max_value.
 
     Follows torch.nn.utils.clip_grad_value_.
@@ -164,7 +182,7 @@ class AdamState(NamedTuple):
 def scale_by_adam(
     betas: tuple[Number, Number] = (0.9, 0.999),
     eps: Number = 1e-8,
-) -> fs.GradientTransformation:
+) -> GradientTransformation:
     """Replace gradients by Adam's direction: their average over the root of the average of their squares.
 
     Follows optax.scale_by_adam. `adam`, `adamw` and `lamb` are built on it.
@@ -191,23 +209,31 @@ def scale_by_adam(
         _: Any,
         mean: Any,
         square: Any,
-        count: Any,
+        gain: Any,
+        scaled_eps: Any,
         beta1: Any,
         beta2: Any,
-        eps: Any,
-    ) -> tuple[torch.Tensor, ...]:
-        count = count.double()
-        bias1 = 1 - beta1**count
-        bias2 = (1 - beta2**count).sqrt()
-        mean = mean + (1 - beta1) * (grad - mean)
-        square = beta2 * square + (1 - beta2) * grad * grad
-        # At zero, let the root have a derivative of zero instead of none.
-        is_zero = square == 0
-        root = torch.where(is_zero, 0, torch.where(is_zero, 1, square).sqrt())
-        direction = mean / bias1.to(mean.dtype) / (root / bias2.to(mean.dtype) + eps)
-        return direction, mean, square
+        *_eps: Any,
+    ) -> Any:
+        mean = add_multiple(mean * beta1, grad, 1 - beta1)
+        square = torch.addcmul(square * beta2, grad, grad * (1 - beta2))
+        return mean * gain / (_take_root(square) + scaled_eps), mean, square
 
-    return make_stateful(AdamState, scale, (*betas, eps), partial(check_real, "scale_by_adam"))
+    def correct_biases(counts: Tensor) -> Any:
+        """Compute the factor of each leaf's mean, and the eps of its root, both times the correction of the root."""
+        mean_biases, square_biases = [(1 - beta**counts)[:, 0] for beta in betas]
+        roots = square_biases.sqrt()
+        return roots / mean_biases, roots * eps
+
+    return make_stateful(AdamState, scale, (*betas, eps), partial(check_real, "scale_by_adam"), correct_biases)
+
+
+def _take_root(square: Tensor) -> Tensor:
+    """Take the root of squares. At zero, it has a derivative of zero instead of none."""
+    if not (transforms_active() or square.requires_grad or any_dual([square])):
+        return square.sqrt()
+    is_zero = square == 0
+    return square.masked_fill(is_zero, 1).sqrt().masked_fill(is_zero, 0)
 
 
 def add_decayed_weights(
@@ -215,16 +241,16 @@ def add_decayed_weights(
     mask: Mask | None = None,
     *,
     reduction_order: str | None = None,
-) -> fs.GradientTransformation:
+) -> GradientTransformation:
     """Add a multiple of the parameters to their gradients. Before an optimizer, this is L2 regularization.
 
     Follows optax.add_decayed_weights and the weight_decay of torch.optim.SGD and Adam.
 
     Args:
-        weight_decay: The multiple, 0 or more. With reduction_order="tree" it may be a tensor that is differentiated.
+        weight_decay: The multiple, 0 or more. It may be a tensor that is differentiated.
         mask: The leaves that decay, as `masked` takes it; None for all.
-        reduction_order: "tree" rounds the multiple before it is added. Kernels of half precision do so only for the
-            last few elements of a shard, so their bits would depend on the world size.
+        reduction_order: "tree" or None, as for `clip_by_global_norm`. Both have the same bits at any world size,
+            because each element is computed by itself.
 
     Returns:
         The transformation; its state is empty.
@@ -240,15 +266,12 @@ def add_decayed_weights(
     >>> tx.update(grads, tx.init(params), params)[0]
     {'weight': tensor([0.5000, 0.5000]), 'bias': tensor([0.])}
     """
-    order = find_order("add_decayed_weights", reduction_order)
+    find_order("add_decayed_weights", reduction_order)
     check_numbers("add_decayed_weights", NOT_NEGATIVE, weight_decay=weight_decay)
 
-    def add_multiple(grad: torch.Tensor, param: torch.Tensor, factor: Any) -> torch.Tensor:
-        if order.keeps_bits:
-            return grad + factor * param
-        return grad.add(param, alpha=factor)
-
     def decay(grads: Any, params: Any) -> Any:
+        if not is_set(weight_decay):
+            return grads
         return map_gradients(add_multiple, grads, params, numbers=(weight_decay,))
 
     tx: Any = make_stateless(decay)
@@ -274,7 +297,7 @@ class DescentState(NamedTuple):
         updates: The number of updates made: an int64 tensor of shape ().
     """
 
-    updates: torch.Tensor
+    updates: Tensor
 
 
 def sgd(
@@ -284,7 +307,7 @@ def sgd(
     dampening: Number = 0.0,
     weight_decay: Number = 0.0,
     nesterov: bool = False,
-) -> fs.Optimizer:
+) -> Optimizer:
     """Stochastic gradient descent that can itself be differentiated.
 
     Follows torch.optim.SGD. Nothing is detached, and numbers may be tensors. So torch.func.grad through an update gives
@@ -313,26 +336,31 @@ def sgd(
     {'w': tensor([0.7100, 2.2900])}
     """
     check_rates("sgd", lr, momentum=momentum, weight_decay=weight_decay)
-    has_momentum = isinstance(momentum, torch.Tensor) or momentum != 0
-    if nesterov and (not has_momentum or isinstance(dampening, torch.Tensor) or dampening != 0):
+    if nesterov and (is_set(dampening) or not is_set(momentum)):
         raise ValueError("sgd: nesterov needs a momentum above 0 and no dampening")
 
     def add_momentum(
-        grad: torch.Tensor,
+        grad: Tensor,
         _: Any,
-        old: torch.Tensor,
-        count: torch.Tensor,
+        old: Tensor,
+        gain: Tensor,
         momentum: Any,
-        dampening: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        new = torch.where(count == 1, grad, momentum * old + (1 - dampening) * grad)
-        return grad + momentum * new if nesterov else new, new
+        *_dampening: Any,
+    ) -> Any:
+        new = add_multiple(grad * gain if is_set(dampening) else grad, old, momentum)
+        return add_multiple(grad, new, momentum) if nesterov else new, new
 
-    decay = add_decayed_weights(weight_decay, reduction_order="tree")
-    if not has_momentum:
-        return _chain_leafwise(decay, _make_descent(lr))
-    trace = make_stateful(MomentumState, add_momentum, (momentum, dampening), partial(check_floating, "sgd"))
-    return _chain_leafwise(decay, trace, _make_descent(lr))
+    parts = [add_decayed_weights(weight_decay)]
+    if is_set(momentum):
+        trace = make_stateful(
+            MomentumState,
+            add_momentum,
+            (momentum, dampening),
+            partial(check_floating, "sgd"),
+            lambda counts: [torch.where(counts[:, 0] == 1, 1.0, 1 - dampening)],
+        )
+        parts.append(trace)
+    return _chain_leafwise(*parts, _make_descent(lr))
 
 
 def adam(
@@ -341,7 +369,7 @@ def adam(
     eps: Number = 1e-8,
     *,
     weight_decay: Number = 0.0,
-) -> fs.Optimizer:
+) -> Optimizer:
     """Adam that can itself be differentiated; see `sgd`.
 
     Follows Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), and torch.optim.Adam.
@@ -364,15 +392,8 @@ def adam(
     >>> tx.update({"w": torch.tensor([5.0, -0.01])}, tx.init(params), params)[0]
     {'w': tensor([0.9000, 2.1000])}
     """
-    check_rates(
-        "adam",
-        lr,
-        betas,
-        eps=eps,
-        weight_decay=weight_decay,
-    )
-    decay = add_decayed_weights(weight_decay, reduction_order="tree")
-    return _chain_leafwise(decay, scale_by_adam(betas, eps), _make_descent(lr))
+    check_rates("adam", lr, betas, eps=eps, weight_decay=weight_decay)
+    return _chain_leafwise(add_decayed_weights(weight_decay), scale_by_adam(betas, eps), _make_descent(lr))
 
 
 def adamw(
@@ -381,7 +402,7 @@ def adamw(
     eps: Number = 1e-8,
     *,
     weight_decay: Number = 0.01,
-) -> fs.Optimizer:
+) -> Optimizer:
     """AdamW that can itself be differentiated; see `sgd`.
 
     Follows Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), and torch.optim.AdamW.
@@ -404,37 +425,29 @@ def adamw(
     >>> tx.update({"w": torch.zeros(2)}, tx.init(params), params)[0]  # shrinks by 0.1 * 0.5
     {'w': tensor([0.9500, 1.9000])}
     """
-    check_rates(
-        "adamw",
-        lr,
-        betas,
-        eps=eps,
-        weight_decay=weight_decay,
-    )
+    check_rates("adamw", lr, betas, eps=eps, weight_decay=weight_decay)
     return _chain_leafwise(scale_by_adam(betas, eps), _make_descent(lr, weight_decay))
 
 
-def _chain_leafwise(*parts: Any) -> fs.Optimizer:
+def _chain_leafwise(*parts: Any) -> Optimizer:
     """Make an optimizer of parts that each change a leaf by what they have of that leaf."""
-    tx: fs.Optimizer = fs.chain(*parts)
+    tx: Optimizer = fs.chain(*parts)
     return tx._replace(is_leafwise=True)
 
 
-def _make_descent(lr: Rate, decay: Number | None = None) -> fs.Optimizer:
+def _make_descent(lr: Rate, decay: Number = 0.0) -> Optimizer:
     """Make an optimizer that subtracts gradients times the learning rate, after parameters have shrunk by a decay."""
 
     def init(params: Any) -> DescentState:
         check_floating("sgd", flatten(params))
         return DescentState(zero())
 
-    def step(grad: torch.Tensor, param: torch.Tensor, rate: Any, decay: Any) -> tuple[torch.Tensor]:
-        if decay is not None:
-            param = param * (1 - rate * decay)
-        return (param - rate * grad,)
+    def step(grad: Tensor, param: Tensor, factor: Any, shrinkage: Any) -> Any:
+        return [add_multiple(param * shrinkage if is_set(decay) else param, grad, factor)]
 
     def update(grads: Any, state: DescentState, params: Any) -> tuple[Any, Any]:
         rate = lr(state.updates) if callable(lr) else lr
-        (params,) = leafwise(step, grads, [params], numbers=(rate, decay))
+        (params,) = leafwise(step, grads, [params], numbers=(-rate, 1 - rate * decay))
         return params, DescentState(state.updates + 1)
 
-    return fs.Optimizer(init, update)
+    return Optimizer(init, update)

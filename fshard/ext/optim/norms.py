@@ -5,15 +5,17 @@ relative to the largest term. Sums of such integers are exact in any order. They
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache, reduce
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import fshard as fs
+from fshard import Sharded
 from fshard.ext.optim.block_sums import BITS, sum_digits, sum_powers
-from fshard.ext.optim.leaves import elements_of, make_varying
+from fshard.ext.optim.leaves import elements_of, make_varying, share_out
 from fshard.extend import (
     POSITIVE,
     ReductionOrder,
@@ -52,7 +54,7 @@ def global_norm(
     p: float = 2.0,
     *,
     reduction_order: str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute the p-norm of all elements of a sharded tree together, such as of gradients.
 
     Each element counts once, however many ranks store it, and padding does not count. The norm is computed in float64,
@@ -119,20 +121,16 @@ def leaf_norms(
     >>> fs.tree_map(lambda grad, norm: grad / norm, grads, norms)
     {'w': tensor([0.6000, 0.8000]), 'frozen': None}
     """
+    return share_out(stack_norms(tree, p, reduction_order), tree)
+
+
+def stack_norms(tree: Any, p: float, reduction_order: str | None) -> Tensor:
+    """Compute the norms of `leaf_norms` as one vector in float64, without the leaves that are None."""
     order = find_norm_order("leaf_norms", p, reduction_order)
     leaves = _check_leaves("leaf_norms", tree)
-    norms: Iterator[torch.Tensor] = iter(())
-    if leaves:
-        powers = torch.stack(_sum_powers(leaves, p, order, by_leaf=True))
-        norms = iter(_take_root(powers, p).unbind())
-
-    def take_norm(leaf: Any) -> Any:
-        if leaf is None:
-            return None
-        dtype = torch.promote_types(leaf.dtype.to_real(), torch.float32)
-        return make_varying(next(norms).to(dtype), partition_axes(leaf))
-
-    return map_leaves(take_norm, tree)
+    if not leaves:
+        return torch.zeros(0)
+    return _take_root(torch.stack(_sum_powers(leaves, p, order, by_leaf=True)), p)
 
 
 def leaf_means(tree: Any, dim: int, reduction_order: str | None = None) -> Any:
@@ -165,7 +163,7 @@ def leaf_means(tree: Any, dim: int, reduction_order: str | None = None) -> Any:
         total, total_axes = next(rows)
         mean = make_varying(total, total_axes) / max(1, leaf.shape[dim])
         mean = mean.to(leaf.dtype)
-        return fs.Sharded(mean, reduce_spec(leaf.spec)) if isinstance(leaf, fs.Sharded) else mean
+        return Sharded(mean, reduce_spec(leaf.spec)) if isinstance(leaf, Sharded) else mean
 
     return map_leaves(take_mean, tree)
 
@@ -174,9 +172,9 @@ def _has_rows(leaf: Any) -> bool:
     return leaf is not None and tensor_of(leaf).dim() > 1
 
 
-def _elements_along(leaf: Any, dim: int | None) -> torch.Tensor:
+def _elements_along(leaf: Any, dim: int | None) -> Tensor:
     """Return the elements of a leaf that this rank holds, without padding along a dim, or along all for None."""
-    if dim is None or not isinstance(leaf, fs.Sharded):
+    if dim is None or not isinstance(leaf, Sharded):
         return elements_of(leaf)
     _, size = local_ranges(leaf.spec)[dim]
     return leaf.local.narrow(dim, 0, size)
@@ -204,7 +202,7 @@ def _sum_powers(
     order: ReductionOrder,
     *,
     by_leaf: bool = False,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Sum p-th powers of elements over ranks, or find the largest: of each leaf, or of leaves that are split alike."""
     if order.keeps_bits and not math.isinf(p):
         return element_sums(leaves, squares=True)
@@ -216,7 +214,7 @@ def _sum_powers(
     return _reduce(values, axes, largest=math.isinf(p))
 
 
-def _take_root(power: torch.Tensor, p: float) -> torch.Tensor:
+def _take_root(power: Tensor, p: float) -> Tensor:
     if math.isinf(p):
         return power
     # The root of zero has no finite derivative.
@@ -226,11 +224,11 @@ def _take_root(power: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def _reduce(
-    values: Sequence[torch.Tensor],
+    values: Sequence[Tensor],
     axes: Sequence[Axes],
     *,
     largest: bool = False,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Sum each value over its axes, or find the largest, by one collective over each axis for each set of axes."""
     results = list(values)
     for group_axes, positions in grouped(axes, tuple).items():
@@ -246,7 +244,7 @@ def _reduce(
     return results
 
 
-def element_sums(leaves: Sequence[Any], dim: int | None = None, *, squares: bool = False) -> list[torch.Tensor]:
+def element_sums(leaves: Sequence[Any], dim: int | None = None, *, squares: bool = False) -> list[Tensor]:
     """Sum the elements of leaves, or their squares, exactly, by two collectives over each axis for each set of axes.
 
     Args:
@@ -280,7 +278,7 @@ def element_sums(leaves: Sequence[Any], dim: int | None = None, *, squares: bool
     return sums
 
 
-def _refuse_derivatives(tensors: Sequence[torch.Tensor]) -> None:
+def _refuse_derivatives(tensors: Sequence[Tensor]) -> None:
     if any(map(is_differentiated, tensors)) or any_dual(tensors):
         raise ValueError(
             'reduction_order="tree": exact sums have no derivative, but a tensor is differentiated. Leave out '
@@ -288,7 +286,7 @@ def _refuse_derivatives(tensors: Sequence[torch.Tensor]) -> None:
         )
 
 
-def _find_bound(tensor: torch.Tensor, dim: int | None, squares: bool) -> torch.Tensor:
+def _find_bound(tensor: Tensor, dim: int | None, squares: bool) -> Tensor:
     """Find the largest term along a dim, or along all of them."""
     dims = tuple(range(tensor.dim())) if dim is None else (dim,)
     if any(tensor.shape[each] == 0 for each in dims):
@@ -298,6 +296,6 @@ def _find_bound(tensor: torch.Tensor, dim: int | None, squares: bool) -> torch.T
     return bound * bound if squares else bound
 
 
-def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+def _power_of_two(exponent: Tensor) -> Tensor:
     """Make float64 powers of two from their bits, which is exact at any place in a tensor."""
     return ((exponent + 1023) << 52).view(torch.float64)

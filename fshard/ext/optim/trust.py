@@ -5,8 +5,9 @@ from typing import Any
 import torch
 
 import fshard as fs
-from fshard.ext.optim.leaves import make_stateless, map_gradients
+from fshard.ext.optim.leaves import make_stateless, map_gradients, share_out, take_with_gradient
 from fshard.ext.optim.native import check_rates
+from fshard.ext.optim.norms import stack_norms
 from fshard.ext.optim.parts import Number, Rate
 from fshard.extend import zero
 
@@ -41,24 +42,15 @@ def scale_by_trust_ratio(
     """
     check_rates("scale_by_trust_ratio", 0.0, trust_coefficient=trust_coefficient, eps=eps)
 
-    def scale(
-        grad: torch.Tensor,
-        param_norm: Any,
-        grad_norm: Any,
-        coefficient: Any,
-        eps: Any,
-    ) -> torch.Tensor:
-        is_zero = (param_norm == 0) | (grad_norm == 0)
-        denominator = torch.where(is_zero, 1.0, grad_norm + eps)
-        ratio = torch.where(is_zero, 1.0, coefficient * param_norm / denominator)
-        return grad * ratio.to(grad.dtype)
-
-    def scale_all(grads: Any, params: Any) -> Any:
+    def scale(grads: Any, params: Any) -> Any:
         # The norms of parameters and of gradients take one collective together.
-        norms = fs.leaf_norms((params, grads), reduction_order=reduction_order)
-        return map_gradients(scale, grads, *norms, numbers=(trust_coefficient, eps))
+        param_norms, grad_norms = stack_norms((take_with_gradient(params, grads), grads), 2.0, reduction_order).chunk(2)
+        is_zero = (param_norms == 0) | (grad_norms == 0)
+        denominators = torch.where(is_zero, 1.0, grad_norms + eps)
+        ratios = torch.where(is_zero, 1.0, trust_coefficient * param_norms / denominators)
+        return map_gradients(torch.mul, grads, share_out(ratios, grads))
 
-    return make_stateless(scale_all)
+    return make_stateless(scale)
 
 
 def lamb(
@@ -96,9 +88,8 @@ def lamb(
     tensor(0.5000)
     """
     check_rates("lamb", lr, betas, eps=eps, weight_decay=weight_decay)
-    decay = fs.add_decayed_weights(weight_decay, reduction_order="tree")
     trust = scale_by_trust_ratio(reduction_order=reduction_order)
-    return fs.chain(fs.scale_by_adam(betas, eps), decay, trust, fs.sgd(lr))
+    return fs.chain(fs.scale_by_adam(betas, eps), fs.add_decayed_weights(weight_decay), trust, fs.sgd(lr))
 
 
 def lars(
@@ -137,9 +128,8 @@ def lars(
     {'w': tensor([2.5000, 4.0000])}
     """
     check_rates("lars", lr, momentum=momentum, weight_decay=weight_decay, trust_coefficient=trust_coefficient, eps=eps)
-    decay = fs.add_decayed_weights(weight_decay, reduction_order="tree")
     trust = scale_by_trust_ratio(trust_coefficient, eps, reduction_order=reduction_order)
-    return fs.chain(decay, trust, _scale_by_rate(lr), fs.sgd(1.0, momentum))
+    return fs.chain(fs.add_decayed_weights(weight_decay), trust, _scale_by_rate(lr), fs.sgd(1.0, momentum))
 
 
 def _scale_by_rate(lr: Rate) -> fs.GradientTransformation:
@@ -147,6 +137,6 @@ def _scale_by_rate(lr: Rate) -> fs.GradientTransformation:
 
     def update(grads: Any, count: torch.Tensor, params: Any) -> tuple[Any, torch.Tensor]:
         rate = lr(count) if callable(lr) else lr
-        return map_gradients(lambda grad, rate: rate * grad, grads, numbers=(rate,)), count + 1
+        return map_gradients(torch.mul, grads, numbers=(rate,)), count + 1
 
     return fs.GradientTransformation(lambda params: zero(), update)

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
@@ -18,7 +19,7 @@ from fshard.extend import calling, describe, expect, flatten, graph_nodes, ranks
 
 # So many operations before the maker are shown.
 MAX_BEFORE = 3
-Watch = str | Callable[[torch.Tensor, Node], object]
+Watch = str | Callable[[Tensor, Node], object]
 # The makers of a refused value, and the waits that brought some, each with the identity of its collective.
 Trace = dict[Node, str]
 # What is wrong with a value, the worse the later; a level is an index of these.
@@ -105,15 +106,15 @@ def _trace_refusals(
         trace: Trace = {}
         for source, value in operands.items():
             traces_read = [traces[storage] for storage in storages[source] if storage in traces]
+            if not traces_read:
+                continue
             place = _find_exit(operations, source, node)
-            level_of_source = 0
-            if traces_read and (level or place):
-                level_of_source = _measure(watch, source, tensors_in(value))
+            level_of_source = _measure(watch, source, tensors_in(value)) if level or place else 0
             if level_of_source:
                 level_read = max(level_of_source, level_read)
                 trace |= ChainMap(*traces_read)
-            if level_of_source and place:
-                left[place] |= ChainMap(*traces_read)
+                if place:
+                    left[place] |= ChainMap(*traces_read)
         start, _ = find_start(node)
         if level and start is not None:
             trace = {node: operations.identities[start]}
@@ -139,7 +140,7 @@ def _find_exit(operations: Operations, source: Node, node: Node) -> str:
     return operations.identities.get(node, RESULTS if leaves else "")
 
 
-def _measure(watch: Watch, node: Node, tensors: Sequence[torch.Tensor]) -> int:
+def _measure(watch: Watch, node: Node, tensors: Sequence[Tensor]) -> int:
     """Measure how bad the tensors of a node are; 0 if they are accepted."""
     if callable(watch):
         is_refused = any(watch(tensor, node) for tensor in tensors)
@@ -167,7 +168,7 @@ def _describe(
     node: Node,
     level: int,
     operands: Mapping[Node, Any],
-    results: Sequence[torch.Tensor],
+    results: Sequence[Tensor],
 ) -> dict[str, Any]:
     """Describe a node that made refused values, or brought some, while its operands are there."""
     verb = "has" if node.op == "placeholder" else "made"
@@ -219,7 +220,7 @@ def _list_before(node: Node) -> list[str]:
     return lines
 
 
-def measure_nonfinite(tensor: torch.Tensor) -> int:
+def measure_nonfinite(tensor: Tensor) -> int:
     """Return NAN if a tensor has NaN, INFINITE if it has infinities, else 0."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return 0
@@ -233,14 +234,14 @@ def measure_nonfinite(tensor: torch.Tensor) -> int:
     return INFINITE if numbers.isinf().any() else 0
 
 
-def _as_real_numbers(tensor: torch.Tensor) -> torch.Tensor:
+def _as_real_numbers(tensor: Tensor) -> Tensor:
     """Return the numbers of a tensor in a dtype that torch can compare."""
     if tensor.is_complex():
         return torch.view_as_real(tensor)
     return tensor.float() if tensor.itemsize == 1 else tensor
 
 
-def _describe_range(tensor: torch.Tensor) -> str:
+def _describe_range(tensor: Tensor) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
     text = f"{dtype}{list(tensor.shape)}"
     numbers = _as_real_numbers(tensor)

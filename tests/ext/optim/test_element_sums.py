@@ -72,6 +72,7 @@ def for_halves(tx):
 MATRICES = ("*w", "*wide")
 TABLE = {
     "adamw": lambda: with_clip(fs.ema(fs.adamw(0.1), 0.9)),
+    "a schedule": lambda: with_clip(fs.adamw(lambda count: 0.1 / (1 + count.double()))),
     "sgd": lambda: with_clip(fs.sgd(0.1, 0.9, nesterov=True, weight_decay=0.1)),
     "clip_by_norm": lambda: fs.chain(
         *(fs.clip_by_norm(0.5, p, reduction_order="tree") for p in (2.0, math.inf)),

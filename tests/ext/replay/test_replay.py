@@ -168,7 +168,7 @@ replay: aten.div made infinities on rank 0
   backward of: <loss> in loss_fn
   backward of: <accumulate> in step
   unit: blocks.1
-  leaf: [0].opt_state[0].square['blocks.1.inner.bias']
+  leaf: [0].opt_state[0].mean['blocks.1.inner.bias']
   read: aten.div.Scalar: float32[2, 4], 0.125 to 0.125
   read: aten.mul.Scalar: float32[2, 4], 0 to 3.29
   value: aten.div: float32[2, 4], 0.038 to 0.19, 1 infinite

@@ -54,7 +54,7 @@ SITES = {
     "gradient": (is_operator("aten.gelu_backward", "blocks.0"), "aten.gelu_backward", "blocks.0"),
     "reduction": (is_operator("aten.add_", phase="backward"), "aten.add_", "head"),
     "objective": (is_operator("aten.add_", phase="forward"), "aten.add_", ""),
-    "optimizer state": (is_operator("aten.sqrt"), "aten.sqrt", "head"),
+    "optimizer state": (is_operator("aten.addcmul"), "aten.addcmul", "head"),
     "sum": (is_sum, WAIT, ""),
 }
 ONCE = ("activation", "gathered buffer", "gradient", "reduction", "objective", "optimizer state")
