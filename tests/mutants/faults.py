@@ -10,7 +10,7 @@ from typing import NamedTuple
 # The tests that mirror a file: those of the first entry that is the file or a folder that holds it.
 MIRRORS = {
     "fshard/errors.py": ("tests/ext/testing/test_checks.py",),
-    "fshard/_compat/autograd.py": ("tests/test_update.py",),
+    "fshard/_compat/autograd.py": ("tests/test_update.py", "tests/jit/test_donation.py"),
     "fshard/apply.py": ("tests/test_apply.py",),
     "fshard/init/drawing.py": ("tests/test_init.py", "tests/test_apply.py"),
     "fshard/remat.py": ("tests/test_remat.py", "tests/ext/parallel/test_moe.py"),
