@@ -57,6 +57,8 @@ class ModuleTemplate:
         self._buffers = _BufferPlaces(attributes, self.names)
         self._restore = _take_snapshot(attributes)
         for tensor, name in self.names.items():
+            # As torch tells what isinstance takes for a parameter.
+            tensor._is_param = isinstance(tensor, nn.Parameter)
             tensor.__class__ = _StrayTensor
             tensor.name_in_module = name
 
@@ -264,6 +266,10 @@ class _Weights(dict[str, Any]):
         return len(self._names)
 
 
+# Prefixes of functions that need no values. Attributes are read by `__get__`.
+_METADATA = ("__get__", "__len__", "__repr__", "__format__", "is_", "size", "stride", "dim", "numel", "element_size")
+
+
 class _StrayTensor(torch.Tensor):
     """A parameter or buffer of the copy, which has no values: a forward gets it only past its submodule.
 
@@ -275,14 +281,24 @@ class _StrayTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, *operands: Any) -> Any:
-        """Let only attributes be read, such as the shape, and what tells whether it was written to."""
-        if func.__name__ in ("__get__", "is_inference"):
-            return super().__torch_function__(func, types, *operands)
-        names = [leaf.name_in_module for leaf in tree_leaves(operands) if isinstance(leaf, cls)]
+        """Let only what needs no values be read, such as the shape, or whether it was written to."""
+        name = next(leaf.name_in_module for leaf in tree_leaves(operands) if isinstance(leaf, cls))
+        if func.__name__.startswith(_METADATA):
+            # Those of a trace do not know this class.
+            with _compat.outside_modes():
+                result = super().__torch_function__(func, types, *operands)
+            if isinstance(result, cls):
+                # A view, such as .T
+                result.name_in_module = name
+            return result
         raise ValueError(
-            f"apply: {func.__name__} got {names[0]!r} from a list, a closure or another object that "
-            "holds it, where it has no values. Read it as an attribute of its submodule, as in self.weight."
+            f"apply: {func.__name__} got {name!r} from a list, a closure or another object that holds it, where it has "
+            "no values. Read it as an attribute of its submodule, as in self.weight."
         )
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Stay one tensor, because there are no values to copy: a forward may copy a submodule."""
+        return self
 
 
 class _BufferPlaces:

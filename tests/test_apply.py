@@ -642,6 +642,7 @@ HELD = {
     "a closure": (lambda module, x: module.multiply(x), "matmul", "layer.weight"),
     "a partial": (lambda module, x: module.partial(x), "linear", "layer.weight"),
     "in place": (lambda module, x: module.tensors[0].mul_(2), "mul_", "layer.weight"),
+    "a view": (lambda module, x: x @ module.tensors[0].T, "matmul", "layer.weight"),
 }
 
 
@@ -655,18 +656,37 @@ def test_tensors_that_a_forward_reads_past_their_submodule_are_refused(case):
         f"apply: {name} got {tensor!r} from a list, a closure or another object that holds it, where it has no values. "
         "Read it as an attribute of its submodule, as in self.weight."
     )
-    for leaves in (params, fs.gather(params)):
-        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-            model.apply(leaves, torch.ones(1, 2))
+    for apply in (model.apply, fs.jit(model.apply)):
+        for leaves in (params, fs.gather(params)):
+            with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+                apply(leaves, torch.ones(1, 2))
 
 
-def test_a_tensor_that_is_held_elsewhere_may_be_asked_for_its_shape():
-    module = Holding(lambda module, x: module.layer(x) * len(module.tensors[0].shape))
+METADATA = {
+    "what a parameter is": lambda weight: isinstance(weight, nn.Parameter) and weight.is_floating_point(),
+    "its shape": lambda weight: len(weight) == weight.dim() == len(weight.shape) and weight.size(0) == weight.shape[1],
+    "its elements": lambda weight: weight.numel() * weight.element_size() == weight.nbytes == weight.data.nbytes,
+    "its strides": lambda weight: weight.stride() == (2, 1) and weight.is_contiguous() and weight.T.stride() == (1, 2),
+    "its text": lambda weight: repr(weight) and f"{weight}",
+    "copies": lambda weight: copy.deepcopy([weight])[0].dtype == weight.dtype,
+}
+
+
+@pytest.mark.parametrize("case", METADATA)
+def test_a_tensor_that_is_held_elsewhere_may_be_asked_for_what_needs_no_values(case):
+    module = Holding(lambda module, x: module.layer(x) * bool(METADATA[case](module.tensors[0])))
     model = fs.functionalize(module)
     params = model.init(zero3()(one_axis()))
     x = torch.ones(1, 2)
-    for _ in range(2):
-        assert torch.equal(model.apply(params, x), module(x))
+    for apply in (model.apply, model.apply, fs.jit(model.apply)):
+        assert torch.equal(apply(params, x), module(x))
+
+
+def test_a_forward_may_copy_a_submodule():
+    module = Holding(lambda module, x: copy.deepcopy(module.layer)(x))
+    model = fs.functionalize(module)
+    x = torch.ones(1, 2)
+    assert torch.equal(model.apply(model.init(zero3()(one_axis())), x), module(x))
 
 
 @pytest.mark.parametrize("make", (torch.jit.script, lambda layer: torch.jit.trace(layer, torch.ones(1, 2))))
