@@ -232,6 +232,6 @@ def asks_for_values(error: Exception) -> bool:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     if isinstance(error, TypeError):
-        # Of Python's own functions, such as format: what they are given is a symbol or a tensor without values.
-        return any(name in str(error) for name in ("SymInt", "SymFloat", "FakeTensor"))
+        # Of Python's own functions: a symbol stands for a value that was read, and a tensor here has no format.
+        return any(name in str(error) for name in ("SymInt", "SymFloat", "FakeTensor.__format__"))
     return isinstance(error, DataDependentOutputException | DynamicOutputShapeException | GuardOnDataDependentSymNode)

@@ -143,9 +143,7 @@ def _refuse_captures(captured: Sequence[torch.Tensor], result: Flat) -> None:
             tensor.grad = None
             problem = "gets its .grad from backward(). Return gradients of fs.value_and_grad or torch.autograd.grad"
         elif is_differentiated and tensor.requires_grad:
-            problem = (
-                "requires a gradient, which a graph does not pass on. Use torch.no_grad(), or differentiate inside"
-            )
+            problem = "requires a gradient, which a graph does not pass on. Detach the result, or use torch.no_grad()"
         if problem:
             raise ValueError(f"jit: the function closes over {describe(tensor)}, which {problem}.")
 

@@ -60,6 +60,21 @@ def test_looking_at_values_is_refused_and_the_line_stands_above():
         assert inspect.getsource(function).splitlines()[1].strip() in lines
 
 
+def test_errors_of_types_keep_their_text():
+    """Also those that name the class of a tensor in a trace."""
+
+    def takes_numbers(x):
+        raise TypeError(f"expected a number, not a {type(x).__name__}")
+
+    texts = {
+        takes_numbers: "expected a number, not a FakeTensor",
+        lambda x: x(3): "'FakeTensor' object is not callable",
+    }
+    for function, text in texts.items():
+        with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+            fs.jit(function)(X)
+
+
 VALUES_IN_ARITHMETIC = (
     lambda x: x * x.sum().item() + 1,
     lambda x: x * sum(x.tolist()),
@@ -214,8 +229,8 @@ CALLS = [
     ),
     (
         lambda: fs.jit(closes_over_a_weight)(X),
-        f"{CLOSES}float32 Parameter of shape (3,), which requires a gradient, which a graph does not pass on. Use "
-        "torch.no_grad(), or differentiate inside.",
+        f"{CLOSES}float32 Parameter of shape (3,), which requires a gradient, which a graph does not pass on. Detach "
+        "the result, or use torch.no_grad().",
     ),
     (
         lambda: fs.jit(runs_backward)(X),
