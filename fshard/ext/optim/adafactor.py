@@ -213,10 +213,10 @@ def adafactor(
         rate = torch.as_tensor(lr(state.updates) if callable(lr) else lr, dtype=torch.float64)
         stepped = take_with_gradient(params, steps)
         param_norms, step_norms = stack_norms((stepped, steps), 2.0, reduction_order).chunk(2)
-        # A norm is the root of a mean square times this root.
-        roots = [max(1, leaf.numel()) ** 0.5 for leaf in leaves_of(stepped) if leaf is not None]
-        root = torch.tensor(roots, dtype=torch.float64).to(param_norms.device)
-        counts = stack_counts(new_state.counts, grads)[:, 0].to(param_norms.device)
+        # A norm is the root of a mean square times this root. For fills, the host does not wait for an accelerator.
+        sizes = [max(1, leaf.numel()) for leaf in leaves_of(stepped) if leaf is not None]
+        root = torch.cat([param_norms[:0], *[param_norms.new_full((1,), size**0.5) for size in sizes]])
+        counts = stack_counts(new_state.counts, grads, (param_norms, rate))[:, 0]
         rates = (param_norms / root).clamp(min=least_size) * torch.minimum(rate, counts.rsqrt())
         factors = -rates / (step_norms / (root * d)).clamp(min=1.0)
         (params,) = leafwise(move, steps, [params], [share_out(factors, steps)], (1 - rate * weight_decay,))

@@ -88,8 +88,15 @@ def stack_counts(counts: Any, grads: Any, numbers: Sequence[Any] = ()) -> Tensor
     # Hyperparameters and counts may be on an accelerator, and a leaf that was frozen until now has a count on the CPU.
     tensors = filter(torch.is_tensor, (*updated, *numbers))
     device = max(tensors, key=lambda tensor: not tensor.is_cpu).device
-    vector = torch.stack([count.to(device) for count in updated])
+    vector = torch.stack([_move_number(count, device) for count in updated])
     return vector.double()[:, None].expand(-1, 2)
+
+
+def _move_number(number: Tensor, device: torch.device) -> Tensor:
+    if number.device == device:
+        return number
+    # The host waits for a copy to an accelerator, but kernels take a number of shape () from the CPU as it is.
+    return torch.zeros_like(number, device=device) + number
 
 
 def is_set(number: Any) -> bool:

@@ -357,7 +357,8 @@ def sgd(
             add_momentum,
             (momentum, dampening),
             partial(check_floating, "sgd"),
-            lambda counts: [torch.where(counts[:, 0] == 1, 1.0, 1 - dampening)],
+            # Of two Python numbers, torch.where would make float32.
+            lambda counts: [torch.where(counts[:, 0] == 1, counts[:, 0], 1 - dampening)],
         )
         parts.append(trace)
     return _chain_leafwise(*parts, _make_descent(lr))
@@ -447,7 +448,8 @@ def _make_descent(lr: Rate, decay: Number = 0.0) -> Optimizer:
 
     def update(grads: Any, state: DescentState, params: Any) -> tuple[Any, Any]:
         rate = lr(state.updates) if callable(lr) else lr
-        (params,) = leafwise(step, grads, [params], numbers=(-rate, 1 - rate * decay))
+        # A product, because a tensor without a sign has no negative.
+        (params,) = leafwise(step, grads, [params], numbers=(-1.0 * rate, 1 - rate * decay))
         return params, DescentState(state.updates + 1)
 
     return Optimizer(init, update)

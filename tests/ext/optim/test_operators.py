@@ -4,6 +4,7 @@ import operator
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from tests.trees import assert_same_bits, normal
@@ -20,7 +21,7 @@ OPERATORS = {
     "clip_by_norm": (lambda: fs.chain(fs.clip_by_norm(1.0), fs.sgd(RATE)), 3),
     "lamb": (lambda: fs.lamb(RATE, weight_decay=0.1), 15),
     "lars": (lambda: fs.lars(RATE, weight_decay=0.1), 8),
-    "adafactor": (lambda: fs.adafactor(RATE), 20),
+    "adafactor": (lambda: fs.adafactor(RATE), 21),
     "skip_nonfinite": (lambda: fs.skip_nonfinite(fs.sgd(RATE)), 5),
 }
 
@@ -71,3 +72,44 @@ def test_the_bits_of_a_leaf_do_not_depend_on_the_leaves_beside_it(name):
     together = train(BESIDE[name](), range(LEAVES))
     for i in (0, 1, 20, LEAVES - 1):
         assert_same_bits(train(BESIDE[name](), [i]), {str(i): together[str(i)]})
+
+
+class CopyLog(TorchDispatchMode):
+    """The copies between devices."""
+
+    def __init__(self):
+        super().__init__()
+        self.copies = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **kwargs or {})
+        if operator.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.copy_):
+            devices = {tensor.device.type for tensor in (result, *args) if torch.is_tensor(tensor)}
+            self.copies += [operator] * (len(devices) > 1)
+        return result
+
+
+def beside(value):
+    """A number on the device of the leaves."""
+    return torch.tensor(value, device="meta")
+
+
+NO_COPIES = {
+    "sgd": lambda: fs.sgd(beside(RATE), beside(0.9), dampening=beside(0.1)),
+    "adamw": lambda: fs.adamw(beside(RATE), (beside(0.9), 0.99)),
+    "lamb": lambda: fs.lamb(RATE, weight_decay=0.1),
+    "lars": lambda: fs.lars(RATE, weight_decay=0.1),
+    "adafactor": lambda: fs.adafactor(RATE, weight_decay=0.1),
+    "adafactor by a schedule": lambda: fs.adafactor(lambda count: RATE / (1 + count)),
+}
+
+
+@pytest.mark.parametrize("name", NO_COPIES)
+def test_no_number_is_copied_to_another_device(name):
+    """Counts lie on the processor. The host waits for a copy from there to an accelerator."""
+    params = {str(i): torch.ones(4, 4, device="meta") for i in range(3)}
+    tx = NO_COPIES[name]()
+    state = tx.init(params)
+    with CopyLog() as log:
+        tx.update(params, state, params)
+    assert log.copies == []
