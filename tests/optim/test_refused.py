@@ -106,8 +106,9 @@ ROWS = [
     ),
     *refused_sums(
         {
-            **{"clip_by_global_norm": {"max_norm": 1.0}, "clip_by_norm": {"max_norm": 1.0}},
-            **{"add_decayed_weights": {"weight_decay": 0.1}, "from_torch": {"cls": optim.SGD, "lr": 0.1}},
+            "clip_by_global_norm": {"max_norm": 1.0},
+            "clip_by_norm": {"max_norm": 1.0},
+            "from_torch": {"cls": optim.SGD, "lr": 0.1},
         }
     ),
     (

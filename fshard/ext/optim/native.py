@@ -30,7 +30,6 @@ from fshard.extend import (
     check_floating,
     check_numbers,
     expect,
-    find_order,
     flatten,
     transforms_active,
     zero,
@@ -239,25 +238,21 @@ def _take_root(square: Tensor) -> Tensor:
 def add_decayed_weights(
     weight_decay: Number,
     mask: Mask | None = None,
-    *,
-    reduction_order: str | None = None,
 ) -> GradientTransformation:
     """Add a multiple of the parameters to their gradients. Before an optimizer, this is L2 regularization.
 
-    Follows optax.add_decayed_weights and the weight_decay of torch.optim.SGD and Adam.
+    Follows optax.add_decayed_weights and the weight_decay of torch.optim.SGD and Adam. The bits of an element are the
+    same at any world size.
 
     Args:
         weight_decay: The multiple, 0 or more. It may be a tensor that is differentiated.
         mask: The leaves that decay, as `masked` takes it; None for all.
-        reduction_order: "tree" or None, as for `clip_by_global_norm`. Both have the same bits at any world size,
-            because each element is computed by itself.
 
     Returns:
         The transformation; its state is empty.
 
     Raises:
-        ValueError: if `weight_decay` is negative or not finite, or `reduction_order` is unknown; from init, if
-            `mask` matches no leaf.
+        ValueError: if `weight_decay` is negative or not finite; from init, if `mask` matches no leaf.
 
     >>> import torch, fshard as fs
     >>> tx = fs.add_decayed_weights(0.5, mask="*weight")
@@ -266,7 +261,6 @@ def add_decayed_weights(
     >>> tx.update(grads, tx.init(params), params)[0]
     {'weight': tensor([0.5000, 0.5000]), 'bias': tensor([0.])}
     """
-    find_order("add_decayed_weights", reduction_order)
     check_numbers("add_decayed_weights", NOT_NEGATIVE, weight_decay=weight_decay)
 
     def decay(grads: Any, params: Any) -> Any:
