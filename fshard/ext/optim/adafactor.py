@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 import fshard as fs
 from fshard.ext.optim.leaves import (
@@ -52,7 +51,7 @@ class AdafactorState(NamedTuple):
         counts: The number of updates made of each leaf: int64 tensors of shape ().
     """
 
-    updates: Tensor
+    updates: torch.Tensor
     row: Any
     column: Any
     counts: Any
@@ -140,17 +139,17 @@ def _init_mean(leaf: Any, dim: int) -> Any:
     return fs.Sharded(zeros, leaf.spec.reduced(reduced_dims)) if isinstance(leaf, fs.Sharded) else zeros
 
 
-def _move_towards(new: Tensor, old: Tensor, weight: Tensor) -> tuple[Tensor]:
+def _move_towards(new: torch.Tensor, old: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
     return (old.lerp(new.to(old.dtype), weight.to(old.dtype)),)
 
 
 def _divide_by_root(
-    grad: Tensor,
+    grad: torch.Tensor,
     row: Any,
     column: Any,
     size: Any,
     eps: float | None,
-) -> Tensor:
+) -> torch.Tensor:
     """Divide a gradient by the root of its mean square, the product of a row and a column over the row's mean."""
     least = torch.finfo(grad.dtype).eps if eps is None else eps
     variance = row
@@ -205,7 +204,7 @@ def adafactor(
     least_square, least_size = eps
     scaling = scale_by_factored_rms(beta2_decay, least_square, reduction_order=reduction_order)
 
-    def move(step: Tensor, param: Tensor, factor: Any, shrinkage: Any) -> Any:
+    def move(step: torch.Tensor, param: torch.Tensor, factor: Any, shrinkage: Any) -> Any:
         return [add_multiple(param * shrinkage if is_set(weight_decay) else param, step, factor)]
 
     def update(grads: Any, state: AdafactorState, params: Any) -> tuple[Any, Any]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fshard.extend import any_dual, define_operator, is_differentiated, is_tracing, transforms_active
 
@@ -24,13 +23,13 @@ BLOCK = 1 << 21
 SMALL = 1024
 MAX_JOINED = 64
 
-Sum = Callable[..., Tensor]
+Sum = Callable[..., torch.Tensor]
 
 # The bits of a digit. A float64 number has less than two digits. A sum of 2**26 first digits would not be exact.
 BITS = 27
 
 
-def _as_one_node(schema: str, make_fake: Callable[..., Tensor]) -> Callable[[Sum], Sum]:
+def _as_one_node(schema: str, make_fake: Callable[..., torch.Tensor]) -> Callable[[Sum], Sum]:
     """Let a sum be one operator of a graph where it is traced, and not differentiated or mapped.
 
     Args:
@@ -42,7 +41,7 @@ def _as_one_node(schema: str, make_fake: Callable[..., Tensor]) -> Callable[[Sum
         run_as_one = define_operator(schema, run, make_fake)
 
         @functools.wraps(run)
-        def sum_blocks(tensors: Any, *args: Any) -> Tensor:
+        def sum_blocks(tensors: Any, *args: Any) -> torch.Tensor:
             if not is_tracing() or transforms_active():
                 return run(tensors, *args)
             inputs = tensors if isinstance(tensors, list) else [tensors]
@@ -59,7 +58,7 @@ def _as_one_node(schema: str, make_fake: Callable[..., Tensor]) -> Callable[[Sum
     "sum_powers(Tensor[] tensors, float p) -> Tensor",
     lambda tensors, p: tensors[0].new_empty((), dtype=torch.float64),
 )
-def sum_powers(tensors: Sequence[Tensor], p: float) -> Tensor:
+def sum_powers(tensors: Sequence[torch.Tensor], p: float) -> torch.Tensor:
     """Sum the p-th powers of the magnitudes of all elements of some tensors, or find the largest if p is infinite.
 
     Args:
@@ -83,7 +82,7 @@ def sum_powers(tensors: Sequence[Tensor], p: float) -> Tensor:
     return stacked.amax() if math.isinf(p) else stacked.sum()
 
 
-def _sum_block(block: Tensor, p: float) -> Tensor:
+def _sum_block(block: torch.Tensor, p: float) -> torch.Tensor:
     if math.isinf(p):
         # The zero in front is the largest of no elements.
         return torch.cat([block.new_zeros(1), block]).abs().amax().double()
@@ -94,7 +93,7 @@ def _sum_block(block: Tensor, p: float) -> Tensor:
     return (numbers.abs() ** p).sum()
 
 
-def _cut_blocks(tensor: Tensor, size: int) -> Iterator[Tensor]:
+def _cut_blocks(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
     """Cut a tensor into flat blocks of so many elements. Where it has gaps, only the rows of a block are copied."""
     if tensor.is_contiguous() or tensor.dim() < 2:
         yield from tensor.reshape(-1).split(size)
@@ -112,7 +111,7 @@ def _cut_blocks(tensor: Tensor, size: int) -> Iterator[Tensor]:
     "sum_digits(Tensor tensor, Tensor scale, int? dim, bool squares) -> Tensor",
     lambda tensor, scale, dim, squares: scale.new_empty((2, *scale.shape), dtype=torch.int64),
 )
-def sum_digits(tensor: Tensor, scale: Tensor, dim: int | None, squares: bool) -> Tensor:
+def sum_digits(tensor: torch.Tensor, scale: torch.Tensor, dim: int | None, squares: bool) -> torch.Tensor:
     """Sum both digits of each element, or of each square, which is exact in any order.
 
     Args:
@@ -125,7 +124,7 @@ def sum_digits(tensor: Tensor, scale: Tensor, dim: int | None, squares: bool) ->
         An int64 tensor with the sums of the high digits and those of the low ones. The dim is left out.
     """
     size = EXACT_CPU_BLOCK if tensor.device.type == "cpu" else BLOCK
-    blocks: Iterable[Tensor]
+    blocks: Iterable[torch.Tensor]
     if dim is None:
         blocks = _cut_blocks(tensor, size)
     else:
@@ -139,7 +138,7 @@ def sum_digits(tensor: Tensor, scale: Tensor, dim: int | None, squares: bool) ->
     return total
 
 
-def _sum_digits_of_block(block: Tensor, factor: Tensor, squares: bool) -> Tensor:
+def _sum_digits_of_block(block: torch.Tensor, factor: torch.Tensor, squares: bool) -> torch.Tensor:
     rest = block.double()
     if squares:
         # A product, because kernels of powers round the last few elements differently.

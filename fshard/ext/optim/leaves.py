@@ -6,10 +6,8 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import fshard as fs
-from fshard import Axis, GradientTransformation
 from fshard.extend import (
     count_updates,
     describe,
@@ -28,23 +26,23 @@ from fshard.extend import (
     without_padding,
 )
 
-Math = Callable[..., tuple[Tensor, ...]]
+Math = Callable[..., tuple[torch.Tensor, ...]]
 
 
-def elements_of(leaf: Any) -> Tensor:
+def elements_of(leaf: Any) -> torch.Tensor:
     """Return the elements of a leaf that this rank holds, without padding."""
     return without_padding(leaf) if isinstance(leaf, fs.Sharded) else leaf
 
 
-def make_varying(number: Any, axes: Sequence[Axis]) -> Any:
+def make_varying(number: Any, axes: Sequence[fs.Axis]) -> Any:
     """Prepare a number that agrees between ranks for math on shards, so that its cotangents are summed over ranks."""
-    if isinstance(number, Tensor):
+    if isinstance(number, torch.Tensor):
         for axis in axes:
             number = fs.pcast(number, axis, to="varying")
     return number
 
 
-def share_out(numbers: Tensor, tree: Any) -> Any:
+def share_out(numbers: torch.Tensor, tree: Any) -> Any:
     """Give each leaf its element of a vector of numbers that agree between ranks, prepared for math on the leaf.
 
     Args:
@@ -56,7 +54,7 @@ def share_out(numbers: Tensor, tree: Any) -> Any:
     """
 
     @cache
-    def elements_for(axes: tuple[Axis, ...], dtype: torch.dtype) -> Any:
+    def elements_for(axes: tuple[fs.Axis, ...], dtype: torch.dtype) -> Any:
         return make_varying(numbers.to(dtype), axes).unbind()
 
     indices = count()
@@ -75,7 +73,7 @@ def take_with_gradient(tree: Any, grads: Any) -> Any:
     return map_leaves(lambda leaf, grad: None if grad is None else leaf, tree, grads)
 
 
-def stack_counts(counts: Any, grads: Any, numbers: Sequence[Any] = ()) -> Tensor:
+def stack_counts(counts: Any, grads: Any, numbers: Sequence[Any] = ()) -> torch.Tensor:
     """Stack the counts of leaves that have a gradient, for math with some hyperparameters.
 
     Returns:
@@ -92,7 +90,7 @@ def stack_counts(counts: Any, grads: Any, numbers: Sequence[Any] = ()) -> Tensor
     return vector.double()[:, None].expand(-1, 2)
 
 
-def _move_number(number: Tensor, device: torch.device) -> Tensor:
+def _move_number(number: torch.Tensor, device: torch.device) -> torch.Tensor:
     if number.device == device:
         return number
     # The host waits for a copy to an accelerator, but kernels take a number of shape () from the CPU as it is.
@@ -101,13 +99,13 @@ def _move_number(number: Tensor, device: torch.device) -> Tensor:
 
 def is_set(number: Any) -> bool:
     """Whether a hyperparameter may be another number than 0."""
-    return isinstance(number, Tensor) or number != 0
+    return isinstance(number, torch.Tensor) or number != 0
 
 
-def add_multiple(tensor: Tensor, other: Tensor, factor: Any) -> Tensor:
+def add_multiple(tensor: torch.Tensor, other: torch.Tensor, factor: Any) -> torch.Tensor:
     """Add a multiple of another tensor, with bits that depend on the elements alone."""
     # Kernels of half precision round the multiple before they add it only for the last few elements of a shard.
-    if isinstance(factor, Tensor) or tensor.itemsize < 4:
+    if isinstance(factor, torch.Tensor) or tensor.itemsize < 4:
         return tensor + other * factor
     return tensor.add(other, alpha=factor)
 
@@ -135,7 +133,7 @@ def leafwise(
     """
 
     @cache
-    def numbers_for(axes: tuple[Axis, ...]) -> list[Any]:
+    def numbers_for(axes: tuple[fs.Axis, ...]) -> list[Any]:
         return [make_varying(number, axes) for number in numbers]
 
     def make_leaves(grad: Any, *leaves: Any) -> Sequence[Any]:
@@ -160,23 +158,23 @@ def leafwise(
     return tuple([flat.unflatten([row[i] for row in rows]) for i in range(len(old))])
 
 
-def map_gradients(f: Callable[..., Tensor], grads: Any, *given: Any, numbers: Sequence[Any] = ()) -> Any:
+def map_gradients(f: Callable[..., torch.Tensor], grads: Any, *given: Any, numbers: Sequence[Any] = ()) -> Any:
     """Make new gradients from gradients and given trees; see `leafwise`."""
     (new_grads,) = leafwise(lambda grad, _, *rest: (f(grad, *rest),), grads, [grads], given, numbers)
     return new_grads
 
 
-def make_stateless(f: Callable[[Any, Any], Any]) -> GradientTransformation:
+def make_stateless(f: Callable[[Any, Any], Any]) -> fs.GradientTransformation:
     """Make a transformation without a state from a function of gradients and parameters that returns gradients."""
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         _check_state(state, isinstance(state, tuple) and not state, "an empty state")
         return f(grads, params), state
 
-    return GradientTransformation(lambda params: (), update)
+    return fs.GradientTransformation(lambda params: (), update)
 
 
-def make_bound(bind: Callable[[Any, Any], Any]) -> GradientTransformation:
+def make_bound(bind: Callable[[Any, Any], Any]) -> fs.GradientTransformation:
     """Make a transformation without a state from the `bind` of one."""
     return make_stateless(lambda grads, params: bind(grads, params)(grads))._replace(bind=bind)
 
@@ -186,8 +184,8 @@ def make_stateful(
     math: Math,
     numbers: Sequence[Any],
     check: Callable[[Any], None],
-    read_counts: Callable[[Tensor], Sequence[Tensor]],
-) -> GradientTransformation:
+    read_counts: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+) -> fs.GradientTransformation:
     """Make a transformation whose state is a count for each leaf, and trees that start as zeros.
 
     Args:
@@ -212,7 +210,7 @@ def make_stateful(
         grads, *trees = leafwise(math, grads, (grads, *state[1:]), given, numbers)
         return grads, state_class(counts, *trees)
 
-    return GradientTransformation(init, update)
+    return fs.GradientTransformation(init, update)
 
 
 def _check_state(state: Any, is_own: bool, expected: str) -> None:

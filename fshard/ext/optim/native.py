@@ -5,10 +5,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 import fshard as fs
-from fshard import GradientTransformation, Optimizer
 from fshard.ext.optim.leaves import (
     add_multiple,
     check_real,
@@ -61,7 +59,7 @@ def clip_by_global_norm(
     p: float = 2.0,
     *,
     reduction_order: str | None = None,
-) -> GradientTransformation:
+) -> fs.GradientTransformation:
     """Scale gradients down so that the norm of all of them together is at most `max_norm`.
 
     Follows torch.nn.utils.clip_grad_norm_ on full gradients. The norm is computed in float64: each element counts once,
@@ -102,7 +100,7 @@ def clip_by_norm(
     p: float = 2.0,
     *,
     reduction_order: str | None = None,
-) -> GradientTransformation:
+) -> fs.GradientTransformation:
     """Scale each leaf's gradient down so that its own norm is at most `max_norm`; see `clip_by_global_norm`.
 
     Follows torch.nn.utils.clip_grad_norm_, called for each parameter by itself. It costs one collective for each set of
@@ -135,12 +133,12 @@ def clip_by_norm(
     return make_bound(bind)
 
 
-def _find_scale(max_norm: float, norm: Tensor) -> Tensor:
+def _find_scale(max_norm: float, norm: torch.Tensor) -> torch.Tensor:
     # As in torch.nn.utils.clip_grad_norm_: the same 1e-6, and a multiplication by 1 if nothing is clipped.
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def clip_by_value(max_value: float) -> GradientTransformation:
+def clip_by_value(max_value: float) -> fs.GradientTransformation:
     """Clamp each element of a gradient between -max_value and max_value.
 
     Follows torch.nn.utils.clip_grad_value_.
@@ -181,7 +179,7 @@ class AdamState(NamedTuple):
 def scale_by_adam(
     betas: tuple[Number, Number] = (0.9, 0.999),
     eps: Number = 1e-8,
-) -> GradientTransformation:
+) -> fs.GradientTransformation:
     """Replace gradients by Adam's direction: their average over the root of the average of their squares.
 
     Follows optax.scale_by_adam. `adam`, `adamw` and `lamb` are built on it.
@@ -218,7 +216,7 @@ def scale_by_adam(
         square = torch.addcmul(square * beta2, grad, grad * (1 - beta2))
         return mean * gain / (_take_root(square) + scaled_eps), mean, square
 
-    def correct_biases(counts: Tensor) -> Any:
+    def correct_biases(counts: torch.Tensor) -> Any:
         """Compute the factor of each leaf's mean, and the eps of its root, both times the correction of the root."""
         mean_biases, square_biases = [(1 - beta**counts)[:, 0] for beta in betas]
         roots = square_biases.sqrt()
@@ -227,7 +225,7 @@ def scale_by_adam(
     return make_stateful(AdamState, scale, (*betas, eps), partial(check_real, "scale_by_adam"), correct_biases)
 
 
-def _take_root(square: Tensor) -> Tensor:
+def _take_root(square: torch.Tensor) -> torch.Tensor:
     """Take the root of squares. At zero, it has a derivative of zero instead of none."""
     if not (transforms_active() or square.requires_grad or any_dual([square])):
         return square.sqrt()
@@ -238,7 +236,7 @@ def _take_root(square: Tensor) -> Tensor:
 def add_decayed_weights(
     weight_decay: Number,
     mask: Mask | None = None,
-) -> GradientTransformation:
+) -> fs.GradientTransformation:
     """Add a multiple of the parameters to their gradients. Before an optimizer, this is L2 regularization.
 
     Follows optax.add_decayed_weights and the weight_decay of torch.optim.SGD and Adam. The bits of an element are the
@@ -291,7 +289,7 @@ class DescentState(NamedTuple):
         updates: The number of updates made: an int64 tensor of shape ().
     """
 
-    updates: Tensor
+    updates: torch.Tensor
 
 
 def sgd(
@@ -301,7 +299,7 @@ def sgd(
     dampening: Number = 0.0,
     weight_decay: Number = 0.0,
     nesterov: bool = False,
-) -> Optimizer:
+) -> fs.Optimizer:
     """Stochastic gradient descent that can itself be differentiated.
 
     Follows torch.optim.SGD. Nothing is detached, and numbers may be tensors. So torch.func.grad through an update gives
@@ -334,10 +332,10 @@ def sgd(
         raise ValueError("sgd: nesterov needs a momentum above 0 and no dampening")
 
     def add_momentum(
-        grad: Tensor,
+        grad: torch.Tensor,
         _: Any,
-        old: Tensor,
-        gain: Tensor,
+        old: torch.Tensor,
+        gain: torch.Tensor,
         momentum: Any,
         *_dampening: Any,
     ) -> Any:
@@ -364,7 +362,7 @@ def adam(
     eps: Number = 1e-8,
     *,
     weight_decay: Number = 0.0,
-) -> Optimizer:
+) -> fs.Optimizer:
     """Adam that can itself be differentiated; see `sgd`.
 
     Follows Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), and torch.optim.Adam.
@@ -397,7 +395,7 @@ def adamw(
     eps: Number = 1e-8,
     *,
     weight_decay: Number = 0.01,
-) -> Optimizer:
+) -> fs.Optimizer:
     """AdamW that can itself be differentiated; see `sgd`.
 
     Follows Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), and torch.optim.AdamW.
@@ -424,20 +422,20 @@ def adamw(
     return _chain_leafwise(scale_by_adam(betas, eps), _make_descent(lr, weight_decay))
 
 
-def _chain_leafwise(*parts: Any) -> Optimizer:
+def _chain_leafwise(*parts: Any) -> fs.Optimizer:
     """Make an optimizer of parts that each change a leaf by what they have of that leaf."""
-    tx: Optimizer = fs.chain(*parts)
+    tx: fs.Optimizer = fs.chain(*parts)
     return tx._replace(is_leafwise=True)
 
 
-def _make_descent(lr: Rate, decay: Number = 0.0) -> Optimizer:
+def _make_descent(lr: Rate, decay: Number = 0.0) -> fs.Optimizer:
     """Make an optimizer that subtracts gradients times the learning rate, after parameters have shrunk by a decay."""
 
     def init(params: Any) -> DescentState:
         check_floating("sgd", flatten(params))
         return DescentState(zero())
 
-    def step(grad: Tensor, param: Tensor, factor: Any, shrinkage: Any) -> Any:
+    def step(grad: torch.Tensor, param: torch.Tensor, factor: Any, shrinkage: Any) -> Any:
         return [add_multiple(param * shrinkage if is_set(decay) else param, grad, factor)]
 
     def update(grads: Any, state: DescentState, params: Any) -> tuple[Any, Any]:
@@ -446,4 +444,4 @@ def _make_descent(lr: Rate, decay: Number = 0.0) -> Optimizer:
         (params,) = leafwise(step, grads, [params], numbers=(-1.0 * rate, 1 - rate * decay))
         return params, DescentState(state.updates + 1)
 
-    return Optimizer(init, update)
+    return fs.Optimizer(init, update)

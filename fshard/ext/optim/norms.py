@@ -10,10 +10,8 @@ from functools import cache, reduce
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import fshard as fs
-from fshard import Sharded
 from fshard.ext.optim.block_sums import BITS, sum_digits, sum_powers
 from fshard.ext.optim.leaves import elements_of, make_varying, share_out
 from fshard.extend import (
@@ -54,7 +52,7 @@ def global_norm(
     p: float = 2.0,
     *,
     reduction_order: str | None = None,
-) -> Tensor:
+) -> torch.Tensor:
     """Compute the p-norm of all elements of a sharded tree together, such as of gradients.
 
     Each element counts once, however many ranks store it, and padding does not count. The norm is computed in float64,
@@ -124,7 +122,7 @@ def leaf_norms(
     return share_out(stack_norms(tree, p, reduction_order), tree)
 
 
-def stack_norms(tree: Any, p: float, reduction_order: str | None) -> Tensor:
+def stack_norms(tree: Any, p: float, reduction_order: str | None) -> torch.Tensor:
     """Compute the norms of `leaf_norms` as one vector in float64, without the leaves that are None."""
     order = find_norm_order("leaf_norms", p, reduction_order)
     leaves = _check_leaves("leaf_norms", tree)
@@ -163,7 +161,7 @@ def leaf_means(tree: Any, dim: int, reduction_order: str | None = None) -> Any:
         total, total_axes = next(rows)
         mean = make_varying(total, total_axes) / max(1, leaf.shape[dim])
         mean = mean.to(leaf.dtype)
-        return Sharded(mean, reduce_spec(leaf.spec)) if isinstance(leaf, Sharded) else mean
+        return fs.Sharded(mean, reduce_spec(leaf.spec)) if isinstance(leaf, fs.Sharded) else mean
 
     return map_leaves(take_mean, tree)
 
@@ -172,9 +170,9 @@ def _has_rows(leaf: Any) -> bool:
     return leaf is not None and tensor_of(leaf).dim() > 1
 
 
-def _elements_along(leaf: Any, dim: int | None) -> Tensor:
+def _elements_along(leaf: Any, dim: int | None) -> torch.Tensor:
     """Return the elements of a leaf that this rank holds, without padding along a dim, or along all for None."""
-    if dim is None or not isinstance(leaf, Sharded):
+    if dim is None or not isinstance(leaf, fs.Sharded):
         return elements_of(leaf)
     _, size = local_ranges(leaf.spec)[dim]
     return leaf.local.narrow(dim, 0, size)
@@ -202,7 +200,7 @@ def _sum_powers(
     order: ReductionOrder,
     *,
     by_leaf: bool = False,
-) -> list[Tensor]:
+) -> list[torch.Tensor]:
     """Sum p-th powers of elements over ranks, or find the largest: of each leaf, or of leaves that are split alike."""
     if order.keeps_bits and not math.isinf(p):
         return element_sums(leaves, squares=True)
@@ -214,7 +212,7 @@ def _sum_powers(
     return _reduce(values, axes, largest=math.isinf(p))
 
 
-def _take_root(power: Tensor, p: float) -> Tensor:
+def _take_root(power: torch.Tensor, p: float) -> torch.Tensor:
     if math.isinf(p):
         return power
     # The root of zero has no finite derivative.
@@ -224,11 +222,11 @@ def _take_root(power: Tensor, p: float) -> Tensor:
 
 
 def _reduce(
-    values: Sequence[Tensor],
+    values: Sequence[torch.Tensor],
     axes: Sequence[Axes],
     *,
     largest: bool = False,
-) -> list[Tensor]:
+) -> list[torch.Tensor]:
     """Sum each value over its axes, or find the largest, by one collective over each axis for each set of axes."""
     results = list(values)
     for group_axes, positions in grouped(axes, tuple).items():
@@ -244,7 +242,7 @@ def _reduce(
     return results
 
 
-def element_sums(leaves: Sequence[Any], dim: int | None = None, *, squares: bool = False) -> list[Tensor]:
+def element_sums(leaves: Sequence[Any], dim: int | None = None, *, squares: bool = False) -> list[torch.Tensor]:
     """Sum the elements of leaves, or their squares, exactly, by two collectives over each axis for each set of axes.
 
     Args:
@@ -278,7 +276,7 @@ def element_sums(leaves: Sequence[Any], dim: int | None = None, *, squares: bool
     return sums
 
 
-def _refuse_derivatives(tensors: Sequence[Tensor]) -> None:
+def _refuse_derivatives(tensors: Sequence[torch.Tensor]) -> None:
     if any(map(is_differentiated, tensors)) or any_dual(tensors):
         raise ValueError(
             'reduction_order="tree": exact sums have no derivative, but a tensor is differentiated. Leave out '
@@ -286,7 +284,7 @@ def _refuse_derivatives(tensors: Sequence[Tensor]) -> None:
         )
 
 
-def _find_bound(tensor: Tensor, dim: int | None, squares: bool) -> Tensor:
+def _find_bound(tensor: torch.Tensor, dim: int | None, squares: bool) -> torch.Tensor:
     """Find the largest term along a dim, or along all of them."""
     dims = tuple(range(tensor.dim())) if dim is None else (dim,)
     if any(tensor.shape[each] == 0 for each in dims):
@@ -296,6 +294,6 @@ def _find_bound(tensor: Tensor, dim: int | None, squares: bool) -> Tensor:
     return bound * bound if squares else bound
 
 
-def _power_of_two(exponent: Tensor) -> Tensor:
+def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     """Make float64 powers of two from their bits, which is exact at any place in a tensor."""
     return ((exponent + 1023) << 52).view(torch.float64)

@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fshard.extend import Range, check_numbers, expect
 
 __all__ = ["constant", "cosine", "from_torch_scheduler", "join", "linear", "warmup_cosine"]
 
-Schedule = Callable[[Tensor], Tensor]
+Schedule = Callable[[torch.Tensor], torch.Tensor]
 
 # A table of so many values takes 80 MB and about three minutes to write down.
 MAX_STEPS = 10_000_000
@@ -89,7 +88,7 @@ def cosine(init_value: float, decay_steps: int, *, end_value: float = 0.0) -> Sc
     """
     check_numbers("schedules.cosine", UPDATES, decay_steps=decay_steps)
 
-    def value(count: Tensor) -> Tensor:
+    def value(count: torch.Tensor) -> torch.Tensor:
         weight = (1 + torch.cos(math.pi * _fraction(count, decay_steps))) / 2
         return end_value + (init_value - end_value) * weight
 
@@ -158,7 +157,7 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     expected = "a boundary between any two schedules, in rising order"
     expect(rising, "schedules.join", expected, f"boundaries {boundaries!r:.40} of {len(schedules)} schedules")
 
-    def joined(count: Tensor) -> Tensor:
+    def joined(count: torch.Tensor) -> torch.Tensor:
         value = schedules[0](count)
         for start, schedule in zip(boundaries, schedules[1:], strict=True):
             value = torch.where(count < start, value, schedule((count - start).clamp(min=0)))
@@ -167,7 +166,7 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     return joined
 
 
-def _fraction(count: Tensor, steps: int) -> Tensor:
+def _fraction(count: torch.Tensor, steps: int) -> torch.Tensor:
     return count.clamp(0, steps).double() / steps
 
 
@@ -225,7 +224,7 @@ def from_torch_scheduler(
             )
     table = torch.tensor(values, dtype=torch.float64)
 
-    def schedule(count: Tensor) -> Tensor:
+    def schedule(count: torch.Tensor) -> torch.Tensor:
         # Indexing by a tensor of shape () would ask for its value, which a trace does not have.
         return table.to(count.device).index_select(0, count.clamp(0, steps - 1).reshape(1)).reshape(())
 

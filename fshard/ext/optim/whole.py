@@ -6,10 +6,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 import fshard as fs
-from fshard import Axis, Optimizer, Sharded
 from fshard.extend import (
     FullyShard,
     describe,
@@ -25,7 +23,7 @@ from fshard.extend import (
 )
 
 # For each rank some tensors.
-TensorLists = Sequence[Sequence[Tensor]]
+TensorLists = Sequence[Sequence[torch.Tensor]]
 # For each rank the numbers of some rows.
 RowNumbers = Sequence[Sequence[int]]
 
@@ -41,7 +39,7 @@ class WholeState(NamedTuple):
     leaves: tuple[Any, ...]
 
 
-def whole(tx: Optimizer) -> Optimizer:
+def whole(tx: fs.Optimizer) -> fs.Optimizer:
     """Let one rank step each split leaf as a whole: for optimizers that look across its elements, such as Muon.
 
     The shards of a leaf, of its gradient and of its state are sent to the rank that owns the leaf, which steps it and
@@ -71,23 +69,23 @@ def whole(tx: Optimizer) -> Optimizer:
     >>> fs.testing.spmd(program, world=2)
     [tensor([-0.6000]), tensor([-0.8000])]
     """
-    is_optimizer = isinstance(tx, Optimizer)
+    is_optimizer = isinstance(tx, fs.Optimizer)
     expect(is_optimizer, "whole", "tx to be an Optimizer, such as fs.from_torch(torch.optim.Muon)", describe(tx))
-    return Optimizer(partial(_init, tx), partial(_update, tx))
+    return fs.Optimizer(partial(_init, tx), partial(_update, tx))
 
 
-def _init(tx: Optimizer, params: Any) -> WholeState:
+def _init(tx: fs.Optimizer, params: Any) -> WholeState:
     flat = flatten(params)
     return WholeState(tuple(map(partial(_init_leaf, tx), flat.names, flat.leaves)))
 
 
-def _update(tx: Optimizer, grads: Any, state: WholeState, params: Any) -> tuple[Any, WholeState]:
+def _update(tx: fs.Optimizer, grads: Any, state: WholeState, params: Any) -> tuple[Any, WholeState]:
     flat = flatten(params)
     leaves = list(flat.leaves)
     states = list(state.leaves)
     _check_states(flat, states)
     # By the axes over which leaves are joined the rows of these leaves, by the number of the leaf.
-    rows_by_axes: dict[tuple[Axis, ...], dict[int, Row]] = {}
+    rows_by_axes: dict[tuple[fs.Axis, ...], dict[int, Row]] = {}
     for i, (name, grad) in enumerate(zip(flat.names, flatten(grads).leaves, strict=True)):
         leaf = leaves[i]
         if states[i] is None and not is_trained(leaf):
@@ -107,7 +105,7 @@ def _update(tx: Optimizer, grads: Any, state: WholeState, params: Any) -> tuple[
     return flat.unflatten(leaves), WholeState(tuple(states))
 
 
-def _init_leaf(tx: Optimizer, name: str, leaf: Any) -> Any:
+def _init_leaf(tx: fs.Optimizer, name: str, leaf: Any) -> Any:
     """Make the state for one leaf. In it the leaf has its own name, by which `reshard` finds the new layout."""
     if not is_trained(leaf):
         return None
@@ -132,12 +130,12 @@ def _check_states(flat: Any, states: Sequence[Any]) -> None:
         refuse("whole: leaves have no optimizer state", problems, "make the state again with fs.TrainState.create")
 
 
-def _split_axes(tree: Any) -> tuple[Axis, ...]:
+def _split_axes(tree: Any) -> tuple[fs.Axis, ...]:
     """List the axes that split leaves, in the order in which their pieces are joined: innermost first in each dim."""
-    axes_of_dims: list[Sequence[Axis]] = []
+    axes_of_dims: list[Sequence[fs.Axis]] = []
     for leaf in flatten(tree).sharded:
         axes_of_dims += map(leaf.spec.split_axes, range(len(leaf.spec.partition)))
-    axes: dict[Axis, None] = {}
+    axes: dict[fs.Axis, None] = {}
     # A state may be split along one dim over axes that split its leaf along two.
     for axes_of_dim in sorted(axes_of_dims, key=len, reverse=True):
         axes |= dict.fromkeys(reversed(axes_of_dim))
@@ -150,26 +148,26 @@ def _take_local_piece(value: Any, leaf: Any) -> Any:
     A tensor of the leaf's shape is split as the leaf is, and another one along its first dim.
     """
     axes = _split_axes(leaf)
-    if not axes or not isinstance(value, Tensor) or not value.dim():
+    if not axes or not isinstance(value, torch.Tensor) or not value.dim():
         return value
     spec = leaf.spec
     if value.shape != spec.shape:
         spec = fs.Spec(tuple(value.shape), transform=spec.transform)
         for axis in reversed(axes):
             spec = spec.split(axis, 0, owned=axis in leaf.spec.owned)
-    return Sharded(local_piece(value, spec), spec)
+    return fs.Sharded(local_piece(value, spec), spec)
 
 
-def _wrap_like(leaf: Any, tensor: Tensor) -> Any:
+def _wrap_like(leaf: Any, tensor: torch.Tensor) -> Any:
     """Wrap a tensor as another leaf is, in that leaf's stored shape."""
-    if not isinstance(leaf, Sharded):
+    if not isinstance(leaf, fs.Sharded):
         return tensor
-    return Sharded(tensor.reshape(leaf.local.shape), leaf.spec)
+    return fs.Sharded(tensor.reshape(leaf.local.shape), leaf.spec)
 
 
 def _full(leaf: Any) -> Any:
     """Return a leaf that this rank holds whole, in its own shape: a split 0-d leaf is stored with one dim."""
-    if not isinstance(leaf, Sharded):
+    if not isinstance(leaf, fs.Sharded):
         return leaf
     return leaf.local.reshape(leaf.spec.shape)
 
@@ -186,8 +184,8 @@ class Row(NamedTuple):
 
 
 def _step_at_owners(
-    tx: Optimizer,
-    axes: Sequence[Axis],
+    tx: fs.Optimizer,
+    axes: Sequence[fs.Axis],
     rows: Sequence[Row],
     device: torch.device,
 ) -> list[Row]:
@@ -214,7 +212,7 @@ def _step_at_owners(
     return _return_to_ranks(rows, owned, stepped, axis, device)
 
 
-def _step_row(tx: Optimizer, row: Row) -> Row:
+def _step_row(tx: fs.Optimizer, row: Row) -> Row:
     """Step a leaf whose pieces have all been joined."""
     flat = flatten(row)
     full = flat.unflatten(map(_full, flat.leaves))
@@ -226,7 +224,7 @@ def _step_row(tx: Optimizer, row: Row) -> Row:
 def _collect_at_owners(
     rows: Sequence[Row],
     owned: RowNumbers,
-    axis: Axis,
+    axis: fs.Axis,
     device: torch.device,
 ) -> list[Row]:
     """Send the shards of every row to its owner, and join those that arrive here."""
@@ -241,7 +239,7 @@ def _collect_at_owners(
     shards_of_tensors = zip(*received, strict=True)
     values = list(flats[local_rank].leaves)
     for i, value in enumerate(values):
-        if isinstance(value, Sharded):
+        if isinstance(value, fs.Sharded):
             values[i] = _join_shards(next(shards_of_tensors), value, axis)
     return flats[local_rank].unflatten(values)
 
@@ -250,7 +248,7 @@ def _return_to_ranks(
     rows: Sequence[Row],
     owned: RowNumbers,
     stepped: Sequence[Row],
-    axis: Axis,
+    axis: fs.Axis,
     device: torch.device,
 ) -> list[Row]:
     """Send every rank its shards of the stepped rows, and the numbers of their states.
@@ -292,35 +290,35 @@ def _return_to_ranks(
 def _split_values(
     old_values: Sequence[Any],
     new_values: Sequence[Any],
-    axis: Axis,
-) -> tuple[TensorLists, list[Tensor]]:
+    axis: fs.Axis,
+) -> tuple[TensorLists, list[torch.Tensor]]:
     """List the shards of stepped rows for each rank, and their numbers for all, given the values before the step."""
     shards_of_tensors = []
     for old, new in zip(old_values, new_values, strict=True):
-        if isinstance(old, Sharded):
+        if isinstance(old, fs.Sharded):
             shards_of_tensors.append(_split_into_shards(new.local, old, axis))
     shards_for_ranks = [[shards[rank] for shards in shards_of_tensors] for rank in range(axis.size)]
     return shards_for_ranks, _numbers_in(new_values)
 
 
-def _take_next(old: Any, shards: Iterator[Tensor], numbers: Iterator[Tensor]) -> Any:
+def _take_next(old: Any, shards: Iterator[torch.Tensor], numbers: Iterator[torch.Tensor]) -> Any:
     """Take the next new shard, or the next new number, in the place of an old value."""
     if old is None:
         return None
-    if isinstance(old, Sharded):
-        return Sharded(next(shards), old.spec)
+    if isinstance(old, fs.Sharded):
+        return fs.Sharded(next(shards), old.spec)
     number = next(numbers)
-    return number if isinstance(old, Tensor) else type(old)(number.item())
+    return number if isinstance(old, torch.Tensor) else type(old)(number.item())
 
 
-def _numbers_in(values: Sequence[Any]) -> list[Tensor]:
+def _numbers_in(values: Sequence[Any]) -> list[torch.Tensor]:
     """List the values that are the same on every rank, such as a count of steps."""
-    return [torch.as_tensor(value) for value in values if not isinstance(value, Sharded | None)]
+    return [torch.as_tensor(value) for value in values if not isinstance(value, fs.Sharded | None)]
 
 
 def _compute_device(leaf: Any) -> Any:
     """Find the device that computes with a leaf, which may be stored on another one."""
-    transform = isinstance(leaf, Sharded) and leaf.spec.transform
+    transform = isinstance(leaf, fs.Sharded) and leaf.spec.transform
     storage: Any = transform and transform.storage
     return storage.compute_device if storage else tensor_of(leaf).device
 
@@ -328,7 +326,7 @@ def _compute_device(leaf: Any) -> Any:
 def _exchange(
     send: TensorLists,
     expected: TensorLists,
-    axis: Axis,
+    axis: fs.Axis,
     device: torch.device,
 ) -> TensorLists:
     """Send each rank tensors of any dtypes, as bytes, and wait for those of the other ranks.
@@ -359,20 +357,20 @@ def _exchange(
     return [[next(next_parts).clone().view(each.dtype).view(each.shape) for each in tensors] for tensors in expected]
 
 
-def _view_as_bytes(tensor: Tensor) -> Tensor:
+def _view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     # shape -> [*shape, 1], so that a 0-d tensor has a dim -> [*shape, element size] -> [bytes]
     return tensor.contiguous().unsqueeze(-1).view(torch.uint8).flatten()
 
 
-def _count_bytes(tensors: Sequence[Tensor]) -> int:
+def _count_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
 def _join_shards(
-    shards: Sequence[Tensor],
-    shard: Sharded,
-    axis: Axis,
-) -> Sharded:
+    shards: Sequence[torch.Tensor],
+    shard: fs.Sharded,
+    axis: fs.Axis,
+) -> fs.Sharded:
     """Join the shards of an axis's ranks; other axes may still split the result."""
     dim = shard.spec.dim_of(axis)
     if dim is None:
@@ -380,14 +378,14 @@ def _join_shards(
         return shard
     size = shard.spec.shared_out(dim, axis)
     joined = torch.cat(list(shards), dim).narrow(dim, 0, size)
-    return Sharded(joined.contiguous(), shard.spec)
+    return fs.Sharded(joined.contiguous(), shard.spec)
 
 
 def _split_into_shards(
-    joined: Tensor,
-    shard: Sharded,
-    axis: Axis,
-) -> Sequence[Tensor]:
+    joined: torch.Tensor,
+    shard: fs.Sharded,
+    axis: fs.Axis,
+) -> Sequence[torch.Tensor]:
     """Split again a tensor that `_join_shards` made, with padding at the end."""
     dim = shard.spec.dim_of(axis)
     if dim is None:

@@ -5,10 +5,8 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 import fshard as fs
-from fshard import Optimizer
 from fshard.ext.optim.leaves import check_optimizer, elements_of, leafwise
 from fshard.ext.optim.parts import Mask
 from fshard.extend import (
@@ -45,11 +43,11 @@ class SkipState(NamedTuple):
         inner: The state of the inner optimizer.
     """
 
-    skipped: Tensor
+    skipped: torch.Tensor
     inner: Any
 
 
-def skip_nonfinite(tx: Optimizer) -> Optimizer:
+def skip_nonfinite(tx: fs.Optimizer) -> fs.Optimizer:
     """Skip an update on every rank if a gradient has an inf or a nan on any rank.
 
     The parameters and the state of the inner optimizer then stay as they are, and the skipped update is counted. It
@@ -93,10 +91,10 @@ def skip_nonfinite(tx: Optimizer) -> Optimizer:
     def init(params: Any) -> SkipState:
         return put_counts_beside(params, SkipState(zero(), tx.init(params)))
 
-    return Optimizer(init, update, partial(update, donate=True))
+    return fs.Optimizer(init, update, partial(update, donate=True))
 
 
-def _where(condition: Tensor, new: Any, old: Any, donate: bool) -> Any:
+def _where(condition: torch.Tensor, new: Any, old: Any, donate: bool) -> Any:
     """Take the leaves of one tree if a condition holds, else those of another.
 
     Args:
@@ -112,7 +110,7 @@ def _where(condition: Tensor, new: Any, old: Any, donate: bool) -> Any:
     # condition. The host waits for each copy to the CPU, so copy the condition once to each device.
     condition_on = cache(condition.to)
 
-    def choose(new: Tensor, old: Tensor) -> Tensor:
+    def choose(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         if new is old:
             return old
         chosen = torch.where(condition_on(old.device), new, old)
@@ -126,13 +124,13 @@ def put_counts_beside(params: Any, state: Any) -> Any:
 
     There they can be kept by a condition that the host does not read.
     """
-    devices = [device_of(leaf) for leaf in leaves_of(params) if isinstance(tensor_of(leaf), Tensor)]
+    devices = [device_of(leaf) for leaf in leaves_of(params) if isinstance(tensor_of(leaf), torch.Tensor)]
     accelerator = next((device for device in devices if device.type not in ("cpu", "meta")), None)
     if accelerator is None:
         return state
 
     def move(leaf: Any) -> Any:
-        is_count = isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.is_cpu
+        is_count = isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_cpu
         return leaf.to(accelerator) if is_count else leaf
 
     return fs.tree_map(move, state)
@@ -150,7 +148,7 @@ class EmaState(NamedTuple):
     inner: Any
 
 
-def ema(tx: Optimizer, decay: float) -> Optimizer:
+def ema(tx: fs.Optimizer, decay: float) -> fs.Optimizer:
     """Keep an exponential moving average of the parameters that an optimizer makes.
 
     It starts from the parameters. After each update, average = decay * average + (1 - decay) * parameters. Follows
@@ -184,9 +182,9 @@ def ema(tx: Optimizer, decay: float) -> Optimizer:
 
     def update(grads: Any, state: EmaState, params: Any, donate: bool = False) -> tuple[Any, Any]:
         params, inner = run_update("ema", "tx", tx, grads, state.inner, params, donate=donate)
-        lerp = Tensor.lerp_ if donate else Tensor.lerp
+        lerp = torch.Tensor.lerp_ if donate else torch.Tensor.lerp
 
-        def average(param: Tensor, old: Tensor) -> tuple[Tensor]:
+        def average(param: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor]:
             return (lerp(old, param, 1 - decay),)
 
         # The average of a leaf that had no gradient moves on towards it.
@@ -194,10 +192,10 @@ def ema(tx: Optimizer, decay: float) -> Optimizer:
         (averages,) = leafwise(average, trained, [state.average])
         return params, EmaState(averages, inner)
 
-    return Optimizer(init, update, partial(update, donate=True))
+    return fs.Optimizer(init, update, partial(update, donate=True))
 
 
-def all_finite(grads: Any) -> Tensor:
+def all_finite(grads: Any) -> torch.Tensor:
     """Tell by a bool tensor of shape () whether every element of every gradient is finite on every rank."""
     flat = flatten(grads)
     # NaN for a leaf with an element that is not finite, 0 for others.
@@ -364,16 +362,16 @@ def _make_partition(api_name: str, masks: Sequence[Mask], members: Sequence[Any]
     """Give each leaf to the first member whose mask matches it."""
     changing = [member for member in members if member is not None]
     kinds = {type(member) for member in changing}
-    if kinds not in ({Optimizer}, {fs.GradientTransformation}):
+    if kinds not in ({fs.Optimizer}, {fs.GradientTransformation}):
         argument = "parts" if api_name == "partition" else "tx"
         got = ", ".join(map(describe, changing)) or "nothing"
         raise ValueError(f"{api_name}: {argument} must be Optimizers only, or GradientTransformations only. Got {got}.")
     for mask in masks:
         expect(is_mask(mask), api_name, f"the mask to be {MASK}", describe(mask))
-    is_optimizer = kinds == {Optimizer}
+    is_optimizer = kinds == {fs.Optimizer}
     members_by_mask = _Partition(api_name, masks, members, is_optimizer)
     update = members_by_mask.update
     if is_optimizer:
         is_leafwise = all(member.is_leafwise for member in changing)
-        return Optimizer(members_by_mask.init, update, partial(update, donate=True), is_leafwise)
+        return fs.Optimizer(members_by_mask.init, update, partial(update, donate=True), is_leafwise)
     return fs.GradientTransformation(members_by_mask.init, update)

@@ -7,7 +7,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
@@ -19,7 +18,7 @@ from fshard.extend import calling, describe, expect, flatten, graph_nodes, ranks
 
 # So many operations before the maker are shown.
 MAX_BEFORE = 3
-Watch = str | Callable[[Tensor, Node], object]
+Watch = str | Callable[[torch.Tensor, Node], object]
 # The makers of a refused value, and the waits that brought some, each with the identity of its collective.
 Trace = dict[Node, str]
 # What is wrong with a value, the worse the later; a level is an index of these.
@@ -140,7 +139,7 @@ def _find_exit(operations: Operations, source: Node, node: Node) -> str:
     return operations.identities.get(node, RESULTS if leaves else "")
 
 
-def _measure(watch: Watch, node: Node, tensors: Sequence[Tensor]) -> int:
+def _measure(watch: Watch, node: Node, tensors: Sequence[torch.Tensor]) -> int:
     """Measure how bad the tensors of a node are; 0 if they are accepted."""
     if callable(watch):
         is_refused = any(watch(tensor, node) for tensor in tensors)
@@ -168,7 +167,7 @@ def _describe(
     node: Node,
     level: int,
     operands: Mapping[Node, Any],
-    results: Sequence[Tensor],
+    results: Sequence[torch.Tensor],
 ) -> dict[str, Any]:
     """Describe a node that made refused values, or brought some, while its operands are there."""
     verb = "has" if node.op == "placeholder" else "made"
@@ -220,7 +219,7 @@ def _list_before(node: Node) -> list[str]:
     return lines
 
 
-def measure_nonfinite(tensor: Tensor) -> int:
+def measure_nonfinite(tensor: torch.Tensor) -> int:
     """Return NAN if a tensor has NaN, INFINITE if it has infinities, else 0."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return 0
@@ -234,14 +233,14 @@ def measure_nonfinite(tensor: Tensor) -> int:
     return INFINITE if numbers.isinf().any() else 0
 
 
-def _as_real_numbers(tensor: Tensor) -> Tensor:
+def _as_real_numbers(tensor: torch.Tensor) -> torch.Tensor:
     """Return the numbers of a tensor in a dtype that torch can compare."""
     if tensor.is_complex():
         return torch.view_as_real(tensor)
     return tensor.float() if tensor.itemsize == 1 else tensor
 
 
-def _describe_range(tensor: Tensor) -> str:
+def _describe_range(tensor: torch.Tensor) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
     text = f"{dtype}{list(tensor.shape)}"
     numbers = _as_real_numbers(tensor)
