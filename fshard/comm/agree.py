@@ -98,8 +98,7 @@ def check_same_facts(api_name: str, facts: Mapping[Axis, str], failure_text: str
         ValueError: on every rank, if ranks make different calls.
         CollectiveError: if a rank failed.
     """
-    compared = {axis: facts[axis] for axis in _choose_axes(facts)}
-    if compared:
+    if compared := {axis: facts[axis] for axis in _choose_axes(facts)}:
         _compare_call(api_name, compared, failure_text)
 
 
@@ -371,7 +370,7 @@ def _report_failure(
     axes: Sequence[Axis] = ()
     with suppress(Exception):
         axes = find_axes()
-    reachable = [axis for axis in axes if is_reachable(axis)]
+    reachable = [*filter(is_reachable, axes)]
     # Nobody of another mesh waits for this rank.
     if (reachable or not axes) and _must_report(state):
         failure_text = describe_failure(state.rank, api_name, error)

@@ -282,8 +282,7 @@ def start_all_reduce(tensors: Tensors, axis: Axis, label: Caller, *, in_tree: bo
 def _split_into_rows(tensor: torch.Tensor, size: int) -> torch.Tensor:
     """Split a tensor's elements into `size` equal rows; the last rows are filled up with zeros."""
     flat = tensor.reshape(-1)
-    missing = -flat.numel() % size
-    if missing:
+    if missing := -flat.numel() % size:
         # Without the check, pad would copy a tensor that misses nothing.
         flat = torch.nn.functional.pad(flat, (0, missing))
     return flat.view(size, -1)

@@ -113,7 +113,7 @@ def find_difference(positions: Positions) -> str | None:
         for name, entries in position.groups.items():
             for entry in map(ChainEntry._make, entries):
                 started.setdefault((name, entry.number), {})[rank] = entry
-    differences = (describe_difference(entries) for _, entries in sorted(started.items()))
+    differences = map(describe_difference, map(started.__getitem__, sorted(started)))
     return next(filter(None, differences), None)
 
 

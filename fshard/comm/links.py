@@ -37,7 +37,7 @@ LONGEST_WAIT = 1e6
 # How many connections may wait until this rank looks at them.
 BACKLOG = 128
 # Bytes of a part of a message, and those that the system keeps for a link at least.
-PART_BYTES, BUFFER_BYTES = 2**16, 2**18
+PART_BYTES, BUFFER_BYTES = 2**15, 2**18
 # Seconds that a listener waits for a connection.
 ACCEPT_TIME = 0.5
 # The request by which Linux tells the address of an interface, and where in the answer that is.

@@ -54,7 +54,7 @@ END = "end"
 # Counts the ranks that have come, but for those that have given up.
 COUNT = f"came to {END}"
 # What a wait for other ranks raises, and what torch does.
-ERRORS_OF_WAITS = (RuntimeError, TimeoutError)
+ERRORS_OF_WAITS = RuntimeError | TimeoutError
 CALL_INIT_MESH = "Call init_mesh on every rank; if you make several meshes, make them in the same order."
 
 
@@ -132,16 +132,19 @@ class Meeting:
         """
         if not self.others:
             return
-        is_of_wait = isinstance(error, ERRORS_OF_WAITS)
-        if error is not None:
-            if not self.fails_everywhere:
+        try:
+            if error and not self.fails_everywhere:
                 self._give_up(self._explain(error))
-            if is_of_wait:
-                report_at_once(self._reason)
-            linger(self.store, self.board, self.rank, self.others)
-        self._over.set()
+        finally:
+            self._over.set()
         if self._watcher:
             self._watcher.join()
+        # The thread may have given up behind the last wait.
+        is_of_wait = self._reason and isinstance(error, ERRORS_OF_WAITS | None)
+        if is_of_wait:
+            report_at_once(self._reason)
+        if self._reason or error:
+            linger(self.store, self.board, self.rank, self.others)
         if self.listener:
             # Others take this rank for one that has ended from now on, unless they read its note.
             self.listener.close()
@@ -150,12 +153,12 @@ class Meeting:
 
     def _explain(self, error: BaseException) -> str:
         """Say why an error ends the meeting."""
+        if isinstance(error, CollectiveError):
+            return str(error)
         reason = ""
         if isinstance(error, ERRORS_OF_WAITS):
             is_late = 0.0 < self._since < time.monotonic() - TIMEOUT_FRACTION * self.timeout
             reason = self._explain_late_ranks() if is_late else self.find_reason(wait_is_over=True)
-        if isinstance(error, CollectiveError):
-            reason = reason or str(error)
         return reason or f"{describe_failure(self.rank, self.place, error)}\nTo fix: {RESTART}."
 
     def _give_up(self, reason: str) -> None:
@@ -197,8 +200,8 @@ class Meeting:
             ask_store(partial(self._stand_in, merge))
 
         self._since = time.monotonic()
-        entry = Arrival(self.listener.address if self.listener else "", text)
-        self.board.set(ENTRY.format(self.rank), json.dumps(entry))
+        address = self.listener.address if self.listener else ""
+        self.board.set(ENTRY.format(self.rank), json.dumps(Arrival(address, text)))
         if self.board.add(COUNT, 1) == len(self.ranks):
             return self._conclude(merge)
         _compat.wait_in_store(self.board, [END], self.timeout, look_at_others)
@@ -207,9 +210,9 @@ class Meeting:
     def _conclude(self, merge: Callable[[Sequence[str]], str]) -> str:
         """Find out what follows from what all ranks bring, and write it for them."""
         self._read(self.ranks)
-        end = merge([self.entries[rank].text for rank in self.ranks])
+        texts = [self.entries[rank].text for rank in self.ranks]
         # There may be two that do so.
-        return self.board.compare_set(END, "", end).decode()
+        return self.board.compare_set(END, "", merge(texts)).decode()
 
     def _stand_in(self, merge: Callable[[Sequence[str]], str]) -> None:
         """Conclude on one rank for the last to come, which may have ended before it did. Others find that out later."""
@@ -231,8 +234,7 @@ class Meeting:
             ask_store(self._answer)
             with suppress(RuntimeError):
                 _compat.wait_in_store(self.board, [NOTE], SEARCH_TIME)
-        reason: str | None = self.find_reason() or ask_store(self._name_late_ranks, SEARCH_TIME)
-        return reason or STORE_IS_GONE
+        return str(self.find_reason() or ask_store(self._name_late_ranks, SEARCH_TIME) or STORE_IS_GONE)
 
     def _name_late_ranks(self) -> str:
         """Name the ranks that have not come, or else those that do not wait for others."""
@@ -240,22 +242,21 @@ class Meeting:
             return f"{self.place}: {name_ranks(absent)} did not call it within {self.timeout:g} s. {self.remedy}"
         time.sleep(ANSWER_TIME)
         names = name_ranks(self._find_missing(ANSWER, self.others) or self.ranks)
-        first = f"{self.place}: {names} did not make process groups within {self.timeout:g} s"
-        where = "Look for a hang there, or for a network in between that lets nothing pass."
-        return f"{first}. {where}\nTo fix: {RESTART}."
+        first = f"{self.place}: {names} did not make process groups within {self.timeout:g} s. Look for a hang there"
+        return f"{first}, or for a network in between that lets nothing pass.\nTo fix: {RESTART}."
 
-    def _find_missing(self, key: str, ranks: Sequence[int]) -> list[int]:
+    def _find_missing(self, key: str, ranks: list[int]) -> list[int]:
         """Find those of some ranks that have not written a key: ask for all, then for halves if some lack."""
         if self.have_come(*ranks, key=key):
             return []
         if len(ranks) == 1:
-            return list(ranks)
+            return ranks
         middle = len(ranks) // 2
         return self._find_missing(key, ranks[:middle]) + self._find_missing(key, ranks[middle:])
 
     def have_come(self, *ranks: int, key: str = ENTRY) -> bool:
         """Whether all of some ranks have come, or have written another key."""
-        return bool(self.board.check([key.format(rank) for rank in ranks]))
+        return bool(self.board.check([*map(key.format, ranks)]))
 
     def connect(self) -> None:
         """Connect with this rank's peers by links; the lower one of two ranks connects to the higher one.
@@ -291,7 +292,7 @@ class Meeting:
             return connect_to(self.entries[peer].address, self.rank, timeout)
         except RuntimeError as error:
             text = f"{self.place}: {describe_ended_ranks([peer])}, or there is {error}\nTo fix: {RESTART}."
-            raise CollectiveError(text) from error
+            raise CollectiveError(self.find_reason(wait_is_over=True) or text) from error
 
     def find_reason(self, *, wait_is_over: bool = False) -> str:
         """Find out why no mesh will be made: by the note of a rank, or because links of another one have ended.
@@ -305,7 +306,10 @@ class Meeting:
         """
         # A rank that fails leaves its note before it ends its links.
         ended = self.links.find_ended_peers()
-        note: str | None = ask_store(partial(read_note, self.board), NOTE_GRACE if wait_is_over and not ended else 0.0)
+        # The store may have gone since a note was read there.
+        note: str | None = self._reason or ask_store(
+            partial(read_note, self.board), NOTE_GRACE if wait_is_over and not ended else 0.0
+        )
         if note or not (ended or wait_is_over):
             return note or ""
         if note is None:

@@ -1,11 +1,13 @@
 """Exchanges over links: their rounds and messages, and ranks that break in each round."""
 
+import itertools
 import json
 import os
 import signal
 import socket
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from math import ceil, log2
 from unittest.mock import patch
 
@@ -16,6 +18,7 @@ import torch.distributed as dist
 import fshard as fs
 from fshard import comm
 from fshard.comm import failure, links
+from fshard.comm.groups import ChainEntry, PendingCollective
 from fshard.comm.links import HELLO, Links, Listener, list_peers, plan_rounds
 from fshard.testing import spmd
 from tests.comm.steps import make_step
@@ -53,6 +56,33 @@ def test_values_of_any_size_reach_all_ranks(world_size):
         assert [[rank, len(text)] for rank, text in values] == [[rank, length + rank] for rank in range(world_size)]
     flags = [True, False, my_rank() == 1, my_rank() == world_size - 1]
     assert comm.join_flags(flags, [axis], comm.Label("example")) == [True, False, True, True]
+
+
+def test_ranks_that_all_send_long_messages_do_not_wait_for_each_other_where_the_system_keeps_little():
+    """It may keep less than fshard asks for. As many ranks as a round has in a ring, then two that swap."""
+    for size in (3, 2):
+        ranks = [Links() for _ in range(size)]
+        for rank, other in itertools.combinations(range(size), 2):
+            ends = connect_with_small_buffers()
+            ranks[rank].sockets[other], ranks[other].sockets[rank] = ends
+        with ThreadPoolExecutor(size) as threads:
+            messages = [bytes([rank]) * 2_000_000 for rank in range(size)]
+            swaps = []
+            for rank, message in enumerate(messages):
+                issued = PendingCollective(None, None, None, ChainEntry(1, 1, ""))
+                to, source = (rank + 1) % size, (rank - 1) % size
+                swaps.append(threads.submit(ranks[rank].swap, issued, 0, to, source, message))
+            assert [swap.result() for swap in swaps] == [messages[rank - 1] for rank in range(size)]
+
+
+def connect_with_small_buffers():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ends = [socket.create_connection(server.getsockname()), server.accept()[0]]
+    for end in ends:
+        links.prepare_link(end, 10.0)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**15)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**15)
+    return ends
 
 
 @on_ranks(4, 6)

@@ -5,6 +5,7 @@ import re
 import signal
 import socket
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -12,16 +13,18 @@ import torch
 import torch.distributed as dist
 
 import fshard as fs
-from fshard._compat.collectives import _ports_of_socket
+from fshard._compat.collectives import StoreClient, _ports_of_socket
 from fshard.comm import CollectiveError, Meeting
-from fshard.comm.meeting import END, ENTRY
+from fshard.comm.failure import NOTE
+from fshard.comm.meeting import END, ENTRY, Arrival
 from fshard.testing import spmd
-from tests.comm.broken_meetings import break_in_last_mesh
+from tests.comm.broken_meetings import break_in_last_mesh, interrupt
 from tests.forked_programs import run_on_ranks
 from tests.ranks import my_rank
 
 REMEDY = "To fix: correct the first error, then call fs.init_mesh on every rank or restart all ranks."
 KILLED = "init_mesh: rank {} was killed or has ended"
+REASON = "rank 1 failed in init_mesh: MemoryError: no memory"
 STORE = "The rendezvous store does not answer. The process that holds it "
 FILES = r"rank {} failed in init_mesh: (OSError: \[Errno 24\] Too many open files|RuntimeError: Cannot resolve)"
 SECONDS = 40.0
@@ -126,3 +129,66 @@ def test_ports_of_sockets_that_have_no_other_end_or_are_closed():
         with socket.socket() as unused:
             closed = unused.fileno()
         assert _ports_of_socket(closed) == (None, None)
+
+
+@pytest.fixture
+def first(monkeypatch):
+    """One of two ranks, whose constructors wait on a client of their own."""
+    monkeypatch.setattr("fshard.comm.meeting.LOOK_INTERVAL", 0.01)
+    monkeypatch.setattr("fshard.comm.failure.LINGER_TIME", 0.01)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
+    return Meeting(store, 0, range(2), "1", 20.0, client=StoreClient(store.clone))
+
+
+def let_the_other_fail(meeting):
+    meeting.board.set(NOTE, REASON)
+    deadline = time.monotonic() + 20.0
+    while not meeting._reason and time.monotonic() < deadline:
+        meeting._over.wait(0.01)
+
+
+def test_a_rank_whose_thread_has_read_a_note_raises_it_though_the_store_has_gone(first):
+    """Rank 0 holds the store, and may end before a constructor of another rank does."""
+
+    def wait_inside_torch(client):
+        let_the_other_fail(first)
+        first.board = None
+        raise RuntimeError("no connection")
+
+    with pytest.raises(CollectiveError, match=f"^{REASON}$"), first:
+        first.run(wait_inside_torch)
+
+
+def test_a_rank_that_reads_a_note_as_it_waits_raises_it_though_the_store_has_gone(first, monkeypatch):
+    def read_at_last():
+        first.board = None
+        return REASON
+
+    monkeypatch.setattr(first, "find_reason", read_at_last)
+    with pytest.raises(CollectiveError, match=f"^{REASON}$"), first:
+        first.agree("the same", "".join)
+
+
+def test_a_mesh_that_a_rank_has_given_up_behind_its_last_wait_is_none(first):
+    """Its links have ended, so that the first collective would fail, and the others blame this rank."""
+    with pytest.raises(CollectiveError, match=f"^{REASON}$"), first:
+        first.run(lambda client: None) or let_the_other_fail(first)
+
+
+def test_a_second_ctrl_c_leaves_no_thread_that_looks_at_others(first, monkeypatch):
+    """It would give up the next mesh too."""
+    monkeypatch.setattr("fshard.comm.meeting.leave_note", lambda board, reason: interrupt(0.0))
+    with pytest.raises(KeyboardInterrupt), first:
+        first.run(interrupt)
+    first._watcher.join(20)
+    assert not first._watcher.is_alive()
+
+
+def test_a_peer_that_is_gone_is_named_also_shortly_before_the_timeout(first):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        first.entries[1] = Arrival(json.dumps([*unused.getsockname(), "00" * 16]), "the same")
+    # As if the wait had begun long ago.
+    first._since = time.monotonic() - first.timeout
+    with pytest.raises(CollectiveError, match=r"^init_mesh: rank 1 was killed or has ended, or there is "), first:
+        first._reach(1, 1.0)
