@@ -120,17 +120,25 @@ def unshard(tree: Tree) -> Tree:
     """
     flat = flatten(tree)
     check_local("unshard", flat)
-    refuse("unshard: the result takes no gradient", flat.problems(_describe_derivative), LOOK)
+    _refuse_derivatives("unshard", flat, LOOK)
     comm.check_same_call("unshard", _split_over(flat), flat)
     full = iter(unsharded(flat.sharded))
-    return flat.unflatten([next(full) if is_sharded(leaf) else leaf for leaf in flat.leaves])
+    leaves = []
+    for leaf in flat.leaves:
+        leaves.append(next(full) if is_sharded(leaf) else leaf)
+    return flat.unflatten(leaves)
 
 
-def _describe_derivative(leaf: Any) -> str | None:
-    """Describe a leaf whose gradient or tangent would be lost, because nothing here is differentiable."""
-    if is_sharded(leaf) and (_compat.is_differentiated(leaf.local) or _compat.any_dual([leaf.local])):
-        return "is differentiated here"
-    return None
+def _refuse_derivatives(api_name: str, flat: Flat, remedy: str) -> None:
+    """Refuse leaves whose gradient or tangent would be lost, because nothing here is differentiable."""
+
+    def misfit(leaf: Any) -> str | None:
+        if not is_sharded(leaf):
+            return None
+        is_lost = _compat.is_differentiated(leaf.local) or _compat.any_dual([leaf.local])
+        return "is differentiated here" if is_lost else None
+
+    refuse(f"{api_name}: the result takes no gradient", flat.problems(misfit), remedy)
 
 
 def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None) -> Tree:
@@ -167,8 +175,7 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None
     flat = flatten(tree)
     params = flatten(getattr(tree, "params", tree))
     check_local("reshard", flat)
-    remedy = "reshard outside of the loss, or under torch.no_grad()"
-    refuse("reshard: the result takes no gradient", flat.problems(_describe_derivative), remedy)
+    _refuse_derivatives("reshard", flat, "reshard outside of the loss, or under torch.no_grad()")
     names = _name_by_parameter(flat.names, set(params.names))
     layouts = Layouts("reshard", transform, names, flat.leaves)
     chosen = [] if frozen is None else _choose_frozen("reshard", frozen, params)
@@ -180,13 +187,9 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None
             specs.append(None)
             continue
         if leaf.spec.transform is None:
-            layouts.problems.append(
-                Problem(
-                    path,
-                    "the state of a transform, which cannot be resharded",
-                    "parameters or the state of an optimizer",
-                )
-            )
+            got = "the state of a transform, which cannot be resharded"
+            expected = "parameters or the state of an optimizer"
+            layouts.problems.append(Problem(path, got, expected))
         mean_dims = _find_mean_dims(leaf.spec, specs_of_parameters.get(name))
         if mean_dims:
             spec = specs_of_parameters[name].reduced(mean_dims)
@@ -203,7 +206,10 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None
     comm.check_same_call("reshard", _split_over(flat), flat, transform=transform)
     leaves = []
     for leaf, new_spec in zip(flat.leaves, specs, strict=True):
-        leaves.append(leaf if new_spec is None else stored(_move(leaf, new_spec), new_spec))
+        moved = leaf
+        if new_spec is not None:
+            moved = stored(_move(leaf, new_spec), new_spec)
+        leaves.append(moved)
     return flat.unflatten(leaves)
 
 

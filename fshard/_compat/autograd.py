@@ -262,12 +262,15 @@ def share_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
     unshared_owners = owners.pop()
     is_shared = map(unshared_owners.__ne__, owners)
     if not all(map(torch.UntypedStorage.resizable, storages)):
-        # The memory of an array, if it is not pinned or shared on purpose.
-        is_array = [not (x.resizable() or x.is_pinned() or x.is_shared()) for x in storages]
-        is_shared = map(operator.or_, is_shared, is_array)
+        is_shared = map(operator.or_, is_shared, map(_is_of_array, storages))
     if all(has_memory):
         return list(is_shared)
     return [has and next(is_shared) for has in has_memory]
+
+
+def _is_of_array(storage: Any) -> bool:
+    """Whether it is the memory of an array, and not pinned or shared on purpose."""
+    return not (storage.resizable() or storage.is_pinned() or storage.is_shared())
 
 
 def copied_as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -205,7 +205,9 @@ def adafactor(
     scaling = scale_by_factored_rms(beta2_decay, least_square, reduction_order=reduction_order)
 
     def move(step: torch.Tensor, param: torch.Tensor, factor: Any, shrinkage: Any) -> Any:
-        return [add_multiple(param * shrinkage if is_set(weight_decay) else param, step, factor)]
+        if is_set(weight_decay):
+            param = param * shrinkage
+        return [add_multiple(param, step, factor)]
 
     def update(grads: Any, state: AdafactorState, params: Any) -> tuple[Any, Any]:
         steps, new_state = scaling.update(grads, state, params)
@@ -213,8 +215,11 @@ def adafactor(
         stepped = take_with_gradient(params, steps)
         param_norms, step_norms = stack_norms((stepped, steps), 2.0, reduction_order).chunk(2)
         # A norm is the root of a mean square times this root. For fills, the host does not wait for an accelerator.
-        sizes = [max(1, leaf.numel()) for leaf in leaves_of(stepped) if leaf is not None]
-        root = torch.cat([param_norms[:0], *[param_norms.new_full((1,), size**0.5) for size in sizes]])
+        roots = [param_norms[:0]]
+        for leaf in leaves_of(stepped):
+            if leaf is not None:
+                roots.append(param_norms.new_full((1,), max(1, leaf.numel()) ** 0.5))
+        root = torch.cat(roots)
         counts = stack_counts(new_state.counts, grads, (param_norms, rate))[:, 0]
         rates = (param_norms / root).clamp(min=least_size) * torch.minimum(rate, counts.rsqrt())
         factors = -rates / (step_norms / (root * d)).clamp(min=1.0)

@@ -86,8 +86,11 @@ def stack_counts(counts: Any, grads: Any, numbers: Sequence[Any] = ()) -> torch.
     # Hyperparameters and counts may be on an accelerator, and a leaf that was frozen until now has a count on the CPU.
     tensors = filter(torch.is_tensor, (*updated, *numbers))
     device = max(tensors, key=lambda tensor: not tensor.is_cpu).device
-    vector = torch.stack([_move_number(count, device) for count in updated])
-    return vector.double()[:, None].expand(-1, 2)
+    moved = []
+    for number in updated:
+        moved.append(_move_number(number, device))
+    vector = torch.stack(moved).double()
+    return vector[:, None].expand(-1, 2)
 
 
 def _move_number(number: torch.Tensor, device: torch.device) -> torch.Tensor:

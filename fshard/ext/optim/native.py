@@ -218,7 +218,9 @@ def scale_by_adam(
 
     def correct_biases(counts: torch.Tensor) -> Any:
         """Compute the factor of each leaf's mean, and the eps of its root, both times the correction of the root."""
-        mean_biases, square_biases = [(1 - beta**counts)[:, 0] for beta in betas]
+        beta1, beta2 = betas
+        mean_biases = (1 - beta1**counts)[:, 0]
+        square_biases = (1 - beta2**counts)[:, 0]
         roots = square_biases.sqrt()
         return roots / mean_biases, roots * eps
 
@@ -339,7 +341,10 @@ def sgd(
         momentum: Any,
         *_dampening: Any,
     ) -> Any:
-        new = add_multiple(grad * gain if is_set(dampening) else grad, old, momentum)
+        gained = grad
+        if is_set(dampening):
+            gained = grad * gain
+        new = add_multiple(gained, old, momentum)
         return add_multiple(grad, new, momentum) if nesterov else new, new
 
     parts = [add_decayed_weights(weight_decay)]
@@ -436,7 +441,9 @@ def _make_descent(lr: Rate, decay: Number = 0.0) -> fs.Optimizer:
         return DescentState(zero())
 
     def step(grad: torch.Tensor, param: torch.Tensor, factor: Any, shrinkage: Any) -> Any:
-        return [add_multiple(param * shrinkage if is_set(decay) else param, grad, factor)]
+        if is_set(decay):
+            param = param * shrinkage
+        return [add_multiple(param, grad, factor)]
 
     def update(grads: Any, state: DescentState, params: Any) -> tuple[Any, Any]:
         rate = lr(state.updates) if callable(lr) else lr
