@@ -690,7 +690,7 @@ def test_a_forward_may_copy_a_submodule():
 
 
 @pytest.mark.parametrize("make", (torch.jit.script, lambda layer: torch.jit.trace(layer, torch.ones(1, 2))))
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_modules_that_torch_jit_made_are_refused(make):
     """Their weights lie in C++, so they would ignore the parameters of a call and never train."""
     module = nn.Sequential(nn.Linear(2, 2), make(nn.Linear(2, 2)))

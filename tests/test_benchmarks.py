@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 # torch's ZeroRedundancyOptimizer warns of what it imports.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 H100 = "NVIDIA H100 80GB HBM3"
 

@@ -13,8 +13,14 @@ from tests.ranks import on_ranks
 from tests.trees import one_axis
 
 aten = torch.ops.aten
-# They make memory, or wait.
-WITHOUT_KERNELS = set(map(str, (aten.empty.memory_format, aten.empty_like.default, _compat.WAIT_TENSOR)))
+# They make memory, wait, or look up a dtype.
+OPERATORS_WITHOUT_KERNELS = (
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    _compat.WAIT_TENSOR,
+    aten.promote_types.default,
+)
+WITHOUT_KERNELS = set(map(str, OPERATORS_WITHOUT_KERNELS))
 
 # So many operators may each layer of 12 leaves add. Small leaves are copied into one buffer, and out of it.
 LIMIT = 20

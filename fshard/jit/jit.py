@@ -380,7 +380,7 @@ def jit(
     are_passes = isinstance(passes, list | tuple) and all(isinstance(graph_pass, GraphPass) for graph_pass in passes)
     expect(are_passes, "jit", "passes to be a tuple of hashable functions of a graph, each with a name", repr(passes))
 
-    is_cache = cache is None or callable(cache)
+    is_cache = cache is None or (callable(cache) and not isinstance(cache, type))
     expect(is_cache, "jit", "cache to be one such as fs.graph_cache(directory)", describe(cache))
     can_cache = cache is None or backend == "graph"
     expect(can_cache, "jit", 'backend to be "graph", whose graphs a cache can keep', repr(backend))

@@ -11,7 +11,7 @@ from tests.ext.recovery.launch import Event
 from tests.test_benchmarks import benchmark
 
 # torch's ZeroRedundancyOptimizer warns of what it imports.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")
 TIMES = {"created": 0.25, "imported": 0.5, "mesh": 1.0, "built": 1.5, "restored": 1.75}
 
 

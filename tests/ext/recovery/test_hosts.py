@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
     # torch's ZeroRedundancyOptimizer, which the benchmarks import, warns of what it imports.
-    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit"),
     pytest.mark.skipif(
         os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"),
         reason="network namespaces need root and iproute2",
