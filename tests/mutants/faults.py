@@ -100,6 +100,7 @@ MIRRORS = {
     "fshard/jit/nodes.py": ("tests/jit", "tests/ext/fit/test_fit.py"),
     "fshard/jit": ("tests/jit",),
     "fshard/ext/optim/block_sums.py": ("tests/ext/optim/test_norm_blocks.py", "tests/ext/optim/test_clip.py"),
+    "fshard/optim/from_torch.py": ("tests/optim", "tests/ext/optim/test_blocks.py"),
     "fshard/optim": ("tests/optim",),
     "fshard/ext/jit": ("tests/ext/jit",),
     "fshard/ext/replay/operations.py": ("tests/ext/replay/test_verify.py",),
