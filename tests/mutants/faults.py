@@ -103,7 +103,7 @@ MIRRORS = {
     "fshard/optim/from_torch.py": ("tests/optim", "tests/ext/optim/test_blocks.py"),
     "fshard/optim": ("tests/optim",),
     "fshard/ext/jit": ("tests/ext/jit",),
-    "fshard/ext/replay/operations.py": ("tests/ext/replay/test_verify.py",),
+    "fshard/ext/replay/operations.py": ("tests/ext/replay/test_verify.py", "tests/ext/replay/test_replay.py"),
     "fshard/ext/replay/verify.py": ("tests/ext/replay/test_verify.py",),
     "fshard/ext/replay/diff.py": ("tests/ext/replay/test_diff.py",),
     "fshard/ext/optim": ("tests/ext/optim", "tests/optim"),
