@@ -1,6 +1,7 @@
 """Operations of a step: its graph, words for each that hold in other graphs too, and the report of one of them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from linecache import getline
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,7 +69,8 @@ class OperationReport(NamedTuple):
         module: The submodule that it belongs to; empty outside of models.
         collective: The collective whose buffer it is; mostly empty.
         unit: The units that it belongs to; empty outside of units.
-        leaf: For an operation of the backward or the update the path of the result that it goes into.
+        leaf: For an operation of the backward or the update the path of the nearest result that it goes into. Of three
+            or more that are as near, as where a learning rate goes into all leaves, the first one and their number.
         read: What it read, with ranges. Only of `replay`, as the next two.
         value: What it made, or what the argument has.
         before_it: Up to three operations before it, the last one first.
@@ -211,7 +213,7 @@ class Operations:
     def locate(self, node: Node, **details: Any) -> OperationReport:
         """Find out where an operation is, for a report with these details."""
         origin = origin_of(node)
-        leaf = self._find_leaf(node) if origin.phase in _LATE else ""
+        leaves = self._find_leaves(node) if origin.phase in _LATE else []
         collective = next(self._list_collectives(node), None) if _only_moves(node) else None
         phase = "" if node in self.leaves else origin.phase
         is_repeated = self.microbatches > 1 and phase not in ("", "update")
@@ -225,25 +227,31 @@ class Operations:
             # A buffer lands while some other module runs.
             module="" if collective else origin.module,
             collective=collective.op if collective else "",
-            unit=collective.unit if collective else self._find_unit(node, leaf),
-            leaf=leaf,
+            unit=collective.unit if collective else self._find_unit(node, leaves),
+            leaf=" and ".join(leaves if len(leaves) < 3 else [leaves[0], f"{len(leaves) - 1} more"]),
             **details,
         )
 
-    def _find_leaf(self, node: Node) -> str:
-        """Find the path of the nearest result that is computed from a node."""
-        users = walk_graph([node], lambda reached: reached.users)
-        return next((self.result_paths[user] for user in users if user in self.result_paths), "")
+    def _find_leaves(self, node: Node) -> list[str]:
+        """Find the paths of the results that the fewest operations compute from a node."""
+        reached = [node]
+        leaves: list[str] = []
+        while reached and not leaves:
+            leaves = [self.result_paths[each] for each in reached if each in self.result_paths]
+            reached = list(dict.fromkeys(chain.from_iterable(each.users for each in reached)))
+        return leaves
 
-    def _find_unit(self, node: Node, leaf: str) -> str:
-        """Find the unit that a submodule lies in, or else that of a leaf, or else that of what a node reads."""
+    def _find_unit(self, node: Node, leaves: Sequence[str]) -> str:
+        """Find the unit that a submodule lies in, or else that of all the leaves, or else that of what a node reads."""
         module = origin_of(node).module
         units = {unit for entry in self.collectives.values() for unit in entry.about.units}
         around = [unit for unit in units if f"{module}.".startswith(f"{unit}.")]
         if around:
             return max(around, key=len)
-        entries = [*self._list_senders(leaf), *self._list_collectives(node)]
-        return entries[0].unit if entries else ""
+        units = {entry.unit for leaf in leaves for entry in self._list_senders(leaf)[:1]}
+        if len(units) == 1:
+            return units.pop()
+        return next((entry.unit for entry in self._list_collectives(node)), "")
 
     def _list_senders(self, path: str) -> list[Collective]:
         """List the collectives that send something of a leaf, the last one first."""
@@ -303,9 +311,11 @@ def _list_sources_of_move(node: Node) -> list[Node]:
 
 
 def name_operator(node: Node) -> str:
-    """Name the operator of a node, as torch writes it."""
+    """Name the operator of a node, or a constant, as torch writes it."""
     target: Any = node.target
     name = str(target) if hasattr(target, "_schema") else getattr(target, "__name__", str(target))
+    if node.op == "get_attr":
+        return f"the constant {name}"
     return name.removesuffix(".default").removesuffix(".Tensor")
 
 

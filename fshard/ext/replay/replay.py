@@ -170,7 +170,7 @@ def _describe(
     results: Sequence[torch.Tensor],
 ) -> dict[str, Any]:
     """Describe a node that made refused values, or brought some, while its operands are there."""
-    verb = "has" if node.op == "placeholder" else "made"
+    verb = "made" if node.op == "call_function" else "has"
     return {
         "verdict": f"{verb} {PROBLEMS[level]}",
         "read": _list_ranges(operations, operands),

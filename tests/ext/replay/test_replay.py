@@ -168,7 +168,7 @@ replay: aten.div made infinities on rank 0
   backward of: <loss> in loss_fn
   backward of: <accumulate> in step
   unit: blocks.1
-  leaf: [0].opt_state[0].mean['blocks.1.inner.bias']
+  leaf: [0].opt_state[0].mean['blocks.1.inner.bias'] and [0].opt_state[0].square['blocks.1.inner.bias']
   read: aten.div.Scalar: float32[2, 4], 0.125 to 0.125
   read: aten.mul.Scalar: float32[2, 4], 0 to 3.29
   value: aten.div: float32[2, 4], 0.038 to 0.19, 1 infinite
@@ -441,4 +441,20 @@ def test_processes_get_the_report_that_simulated_ranks_get():
 def test_a_constant_that_is_returned_as_it_is_is_looked_at():
     constant = torch.tensor([1.0, math.nan])
     report = fs.replay(lambda x: (x, constant), torch.ones(2))
-    assert (report.verdict, report.value[0].endswith("float32[2], 1 to 1, 1 NaN")) == ("made NaN", True)
+    first, _, values = str(report).partition("\n")
+    assert re.fullmatch(r"replay: the constant \S+ has NaN on rank 0", first)
+    assert values.endswith("float32[2], 1 to 1, 1 NaN")
+
+
+@pytest.mark.parametrize("make_tx", [fs.adamw, fs.sgd, fs.lamb])
+def test_what_all_leaves_need_is_of_no_unit_and_not_of_one_leaf(make_tx):
+    tx = make_tx(lambda updates: updates * math.nan)
+
+    def program():
+        step, args = make_net(tx=tx)
+        leaves = len(fs.tree_leaves(args[0].params))
+        report = fs.replay(step, *args)
+        assert (report.phase, report.unit, report.at[0].split()[-1]) == ("update", "", "math.nan)")
+        assert re.fullmatch(rf"\[0\]\.params\S+ and {leaves - 1} more", report.leaf)
+
+    spmd(program, 2)
