@@ -113,6 +113,7 @@ class Operations:
         nodes: The nodes in their order.
         leaves: For each input the leaf that it stands for.
         result_paths: The paths of the nodes that are results.
+        result_specs: The specs of those that are Sharded.
         microbatches: The number of microbatches of this rank.
         collectives: The nodes that start a collective.
         identities: For each of these a name that its ranks have in common.
@@ -151,6 +152,8 @@ class Operations:
             self._paths[node] = self.flat.paths[index]
         results = flatten(unflatten(traced.treedef, graph_nodes.find_results(graph)))
         self.result_paths = {node: path for path, node in results.named_leaves}
+        specs = zip(results.leaves, traced.specs, strict=True)
+        self.result_specs = {node: spec for node, spec in specs if spec is not None}
         self.microbatches = 1 + max(origin_of(node).microbatch for node in self.nodes)
         self.collectives: dict[Node, Collective] = {}
         self.identities: dict[Node, str] = {}

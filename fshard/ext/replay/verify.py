@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import mode
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from fshard import Axis, Sharded, Spec, comm
+from fshard import Axis, Sharded, Spec, TrainState, comm
 from fshard.ext.replay.observed_run import draws, run_step, tensors_in
 from fshard.ext.replay.operations import OperationReport, Operations, find_start
 from fshard.extend import calling, flatten, graph_nodes, hash_of, name_ranks, process_rank
@@ -24,10 +24,11 @@ def verify(step: Callable[..., Any], *args: Any) -> OperationReport | None:
     """Run a step twice, and find the first operation whose result is not what it should be, bit for bit.
 
     The graph of the step runs operator by operator. A digest of each result is compared between the two runs, and
-    between ranks where they must agree: on replicated leaves, on what is gathered, on the rows of sums over ranks, and
-    on what an operation of several ranks computes of equal operands. A difference comes from bad hardware, a race, or a
-    kernel that is not deterministic. Of an operation that is wrong in both runs, with operands that no other rank has,
-    nothing can tell.
+    between ranks where they must agree: on replicated leaves of arguments and results, on the counts and other plain
+    tensors of a `TrainState` but its buffers, on what is gathered, on the rows of sums over ranks, and on what an
+    operation of several ranks computes of equal operands. A difference comes from bad hardware, a race, or a kernel
+    that is not deterministic. Of an operation that is wrong in both runs, with operands that no other rank has, nothing
+    can tell.
 
     Both runs draw the same random numbers, and begin with zeros in empty memory. The arguments and the states of
     torch's generators stay as they are.
@@ -49,7 +50,9 @@ def verify(step: Callable[..., Any], *args: Any) -> OperationReport | None:
     """
     with calling("verify", lambda: flatten(args).axes):
         operations = Operations("verify", flatten(args).axes, step, args)
-        digests, claims = _digest_step(operations)
+        # Each rank may have buffers, such as statistics of a batch norm, and remainders of messages of its own.
+        states = [arg._replace(buffers=None, transform_state=None) for arg in args if isinstance(arg, TrainState)]
+        digests, claims = _digest_step(operations, set(map(id, flatten(states).leaves)))
         changed = None
         for node, _, results in run_step(operations):
             if changed is None and node in digests and _digest(results) != digests[node]:
@@ -60,10 +63,10 @@ def verify(step: Callable[..., Any], *args: Any) -> OperationReport | None:
         return _compare_ranks(operations, claims)
 
 
-def _compare_ranks(operations: Operations, claims: Mapping[Node, tuple[str, str]]) -> OperationReport | None:
+def _compare_ranks(operations: Operations, claims: Sequence[tuple[Node, str, str]]) -> OperationReport | None:
     """Report the first result on which ranks must agree and do not."""
-    claims_by_rank = operations.gather([process_rank(), dict(claims.values())])
-    for node, (cause, _) in claims.items():
+    claims_by_rank = operations.gather([process_rank(), {cause: shared for _, cause, shared in claims}])
+    for node, cause, _ in claims:
         votes = {}
         for rank, results in claims_by_rank:
             if cause in results:
@@ -78,15 +81,21 @@ def _compare_ranks(operations: Operations, claims: Mapping[Node, tuple[str, str]
     return operations.report_first(None)
 
 
-def _digest_step(operations: Operations) -> tuple[dict[Node, str], dict[Node, tuple[str, str]]]:
+def _digest_step(
+    operations: Operations, state_leaves: Collection[int]
+) -> tuple[dict[Node, str], list[tuple[Node, str, str]]]:
     """Run a step, and digest what its operations make; views are left out.
+
+    Args:
+        operations: The step.
+        state_leaves: The ids of leaves of a TrainState.
 
     Returns:
         The digests of results; and for nodes whose result is that of other ranks too digests of what decides it, and of
         what these ranks must have in common.
     """
     digests: dict[Node, str] = {}
-    claims: dict[Node, tuple[str, str]] = {}
+    claims: list[tuple[Node, str, str]] = []
     counts = Counter[str]()
     # For sums over ranks that a graph adds up itself digests of the rows that this rank sends.
     rows: dict[Node, list[str]] = {}
@@ -94,6 +103,9 @@ def _digest_step(operations: Operations) -> tuple[dict[Node, str], dict[Node, tu
         collective = operations.collectives.get(node)
         if collective is not None and collective.op == "all_reduce" and node.args[_DIRECT]:
             rows[node] = list(map(hash_of, operands.values()))
+        for source, spec in operations.result_specs.items() if node.op == "output" else ():
+            claim = f"{operations.result_paths[source]} {_find_place(operations, spec)}"
+            claims.append((source, _hash(claim), _hash(_digest([operands[source]]))))
         if not results or graph_nodes.is_view(node):
             continue
         digests[node] = shared = _digest(results)
@@ -102,11 +114,13 @@ def _digest_step(operations: Operations) -> tuple[dict[Node, str], dict[Node, tu
             # The buffer lacks the rank's own row, and so ranks have the same rows in other orders.
             shared = str(sorted([rows[start][index], *map(hash_of, results[0])]))
         cause = _find_cause(operations, node, operands)
+        if cause is None and id(operations.leaves.get(node, node)) in state_leaves:
+            cause = ""
         if cause is not None:
             claim = f"{operations.describe(node)} {cause}"
             # One line may do the same with equal operands several times.
             counts[claim] += 1
-            claims[node] = _hash(f"{claim} {counts[claim]}"), _hash(shared)
+            claims.append((node, _hash(f"{claim} {counts[claim]}"), _hash(shared)))
     return digests, claims
 
 
@@ -114,9 +128,7 @@ def _find_cause(operations: Operations, node: Node, operands: Mapping[Node, Any]
     """Find what decides a result: ranks that have the same cause must have the same result. None if nothing does."""
     leaf = operations.leaves.get(node)
     if isinstance(leaf, Sharded):
-        # The coordinates on the axes whose ranks may hold other values.
-        axes = [axis for axis in operations.axes if not _replicates(leaf.spec, axis)]
-        return list(map(comm.rank, axes))
+        return _find_place(operations, leaf.spec)
     start, index = find_start(node)
     if start is not None:
         if operations.collectives[start].op in ("all_gather", "all_reduce"):
@@ -132,6 +144,12 @@ def _find_cause(operations: Operations, node: Node, operands: Mapping[Node, Any]
         # Each rank adds its own row to the others, so that the two operands may be in either order.
         return sorted(map(str, arguments))
     return arguments
+
+
+def _find_place(operations: Operations, spec: Spec) -> list[int]:
+    """Find the rank's coordinates on the axes whose ranks may hold other values of a leaf."""
+    axes = [axis for axis in operations.axes if not _replicates(spec, axis)]
+    return list(map(comm.rank, axes))
 
 
 def _replicates(spec: Spec, axis: Axis) -> bool:

@@ -159,6 +159,39 @@ def test_a_wrong_replica_of_an_argument_is_named():
     assert spmd(program, 3) == ["verify: the argument [0][0]['w'] did not give the bits of ranks 0 and 1 on rank 2"] * 3
 
 
+def test_a_wrong_replica_of_a_result_is_named():
+    """A learning rate of each rank makes replicas of the parameters differ, although no operands were to agree."""
+
+    def program():
+        params = fs.shard({"w": torch.ones(2)}, fs.ddp(one_axis()))
+        tx = fs.sgd(0.1)
+        state = fs.TrainState.create(params, tx)
+        rate = torch.tensor(0.2 if my_rank() == 2 else 0.1)
+        return fs.verify(lambda state, rate: fs.update(fs.sgd(rate), state, state.params), state, rate)
+
+    for report in spmd(program, 3):
+        assert (report.phase, report.leaf, report.ranks) == ("update", ".params['w']", (2,))
+        assert report.verdict == "did not give the bits of ranks 0 and 1"
+
+
+@pytest.mark.parametrize("strategy", [fs.ddp, ZERO3])
+def test_a_wrong_plain_tensor_of_a_state_is_named(strategy):
+    def program():
+        params = fs.shard({"w": torch.ones(6)}, strategy(one_axis()))
+        tx = fs.adamw(0.1)
+        state = fs.TrainState.create(params, tx)
+        # Each rank may have buffers of its own.
+        state = state._replace(buffers={"mean": torch.tensor(float(my_rank()))})
+        step = partial(fs.update, tx)
+        assert fs.verify(step, state, params) is None
+        if my_rank() == 2:
+            state.opt_state[0].counts["w"].add_(1)
+        return str(fs.verify(step, state, params))
+
+    text = "verify: the argument [0][0].opt_state[0].counts['w'] did not give the bits of ranks 0 and 1 on rank 2"
+    assert spmd(program, 3) == [text] * 3
+
+
 def test_each_buffer_of_a_collective_is_compared():
     """A gather of leaves of two dtypes brings two."""
     full = {"v": torch.ones(2, dtype=torch.float64), "w": torch.ones(2)}
