@@ -118,7 +118,7 @@ def _digest_step(
             cause = ""
         if cause is not None:
             claim = f"{operations.describe(node)} {cause}"
-            # One line may do the same with equal operands several times.
+            # One line may do the same with equal operands several times, and a collective may bring several buffers.
             counts[claim] += 1
             claims.append((node, _hash(f"{claim} {counts[claim]}"), _hash(shared)))
     return digests, claims
@@ -129,10 +129,10 @@ def _find_cause(operations: Operations, node: Node, operands: Mapping[Node, Any]
     leaf = operations.leaves.get(node)
     if isinstance(leaf, Sharded):
         return _find_place(operations, leaf.spec)
-    start, index = find_start(node)
+    start, _ = find_start(node)
     if start is not None:
         if operations.collectives[start].op in ("all_gather", "all_reduce"):
-            return operations.identities[start], index
+            return operations.identities[start]
         return None
     if node.op != "call_function" or draws(node):
         return None
