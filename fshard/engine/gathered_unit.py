@@ -155,7 +155,7 @@ class GatheredUnit:
         for holder, key, output in self._output_places:
             # The function may have put another tensor there, as torch.func.functional_call does.
             if dict.get(holder, key) is output:
-                del holder[key]
+                dict.pop(holder, key)
         self.outputs = {}
         self._output_places = []
 

@@ -80,3 +80,6 @@ class Microbatch:
             if leaf.derived or not keep_shared:
                 leaf.shared_from = None
                 leaf.piece = None
+        if not keep_shared:
+            # Nothing is left to drop when the call ends.
+            self._leaf_of_tensor_id = {}

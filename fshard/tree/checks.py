@@ -5,6 +5,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress, repeat
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -374,7 +375,7 @@ def _all_fit(flat: Flat) -> bool:
     specs = attributes_of(flat.sharded, "spec")
     fit_specs = attributes_of(shards, "shape") == attributes_of(specs, "local_shape")
     shapes = attributes_of(flat.tensors, "shape")
-    hides_shards = any(is_unregistered(leaf) for leaf, shape in zip(flat.leaves, shapes, strict=True) if shape is None)
+    hides_shards = any(map(is_unregistered, compress(flat.leaves, map(operator.is_, shapes, repeat(None)))))
     return fit_specs and (0,) not in shapes and True not in attributes_of(shards, "is_meta") and not hides_shards
 
 

@@ -107,14 +107,16 @@ def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[i
     {1: [0, 3], 2: [1]}
     """
     groups: dict[Any, list[int]] = {}
-    # Most items share one key object, and keys are slow to hash. A key that is held here keeps its id.
-    positions_by_key_id: dict[int, tuple[Any, list[int]]] = {}
+    last_key: Any = None
     for i, item in enumerate(items):
-        if item is not None:
-            group_key = key(item)
-            if id(group_key) not in positions_by_key_id:
-                positions_by_key_id[id(group_key)] = group_key, groups.setdefault(group_key, [])
-            positions_by_key_id[id(group_key)][1].append(i)
+        if item is None:
+            continue
+        group_key = key(item)
+        # Most items have the key object of the item before, and keys are slow to hash.
+        if group_key is not last_key or not groups:
+            last_key = group_key
+            positions = groups.setdefault(group_key, [])
+        positions.append(i)
     return groups
 
 
