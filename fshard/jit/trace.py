@@ -104,8 +104,8 @@ def trace(flat: Flat, f: Callable[..., Any], usage: TracedUsage | None = None) -
     flat = replace_abstract(flat)
     tensors = flat.tensors
     input_leaves = [i for i, tensor in enumerate(tensors) if isinstance(tensor, torch.Tensor)]
-    # Examples are no part of autograd's graph and no views of others. A tensor that is given twice stays one object.
-    examples = {id(x): x.detach() if type(x) is torch.Tensor else x for x in tensors if isinstance(x, torch.Tensor)}
+    # A tensor that is given twice stays one object.
+    examples = _make_examples([x for x in tensors if isinstance(x, torch.Tensor)])
     # A graph has the tensors of the result; its structure goes by this list.
     results: list[Flat] = []
 
@@ -130,6 +130,25 @@ def trace(flat: Flat, f: Callable[..., Any], usage: TracedUsage | None = None) -
     captured = list({id(tensor): tensor for tensor in tensors}.values())
     _refuse_captures(captured, result)
     return Traced(module, input_leaves, result.treedef, specs, captured)
+
+
+def _make_examples(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return the tensors to trace with, by the ids of arguments: no part of autograd's graph and no views of others.
+
+    What lies before the arguments in their memory, such as the rows of other ranks, is left out. Without values, torch
+    forgets it in tangents, and forward mode would fail on some ranks only.
+    """
+    plain = [x for x in tensors if type(x) is torch.Tensor and x.layout is torch.strided]
+    starts: dict[int, int] = {}
+    for x in plain:
+        key = _compat.storage_key(x)
+        offset = int(x.storage_offset())
+        starts[key] = min(offset, starts.get(key, offset))
+    examples = {id(x): x.detach() if type(x) is torch.Tensor else x for x in tensors}
+    for x in plain:
+        offset = int(x.storage_offset()) - starts[_compat.storage_key(x)]
+        examples[id(x)] = x.as_strided(x.shape, x.stride(), offset).detach()
+    return examples
 
 
 def _refuse_captures(captured: Sequence[torch.Tensor], result: Flat) -> None:

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn, optim
+from torch.func import jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
@@ -353,3 +354,25 @@ def test_an_optimizer_may_be_made_and_initialised_inside_the_function():
         return fs.update(tx, state, params).params
 
     assert_alike(fs.jit(adapt)(params), adapt(params))
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("is_batched", (False, True))
+def test_tangents_of_the_rows_of_a_rank(is_batched):
+    """As a network that learns a differential equation takes them, of rows that are a part of a larger tensor."""
+    draw = normal()
+    params = fs.shard({"w": draw(2, 3)}, fs.zero3(one_axis(), min_shard_elements=0))
+    rows = draw(6, 2).tensor_split(3)[my_rank()]
+
+    def loss(params, x):
+        full = fs.gather(params)["w"]
+
+        def bend(v):
+            slope = lambda x: jvp(lambda x: torch.tanh(x @ full), (x,), (v,))[1]  # noqa: E731
+            return jvp(slope, (x,), (v,))[1]
+
+        bent = vmap(bend)(torch.stack([x, 2 * x])) if is_batched else bend(torch.ones_like(x))
+        return bent.square().mean()
+
+    step = fs.value_and_grad(loss)
+    assert_alike(fs.jit(step)(params, rows), step(params, rows))
