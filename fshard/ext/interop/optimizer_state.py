@@ -1,6 +1,6 @@
 """The state of torch.optim's optimizers, to and from states that `fs.from_torch` made."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -62,7 +62,7 @@ def to_optimizer_state_dict(
     for key, tensor in full.items():
         parameter, slot = split_slot(key)
         state.setdefault(numbers[parameter], {})[slot] = tensor
-    groups = fill_groups(opt_state, optimizer, list(numbers))
+    groups = fill_groups(exchange.label, opt_state, optimizer, list(numbers))
     return {"state": dict(sorted(state.items())), "param_groups": groups}
 
 
@@ -173,24 +173,26 @@ def split_slot(key: str) -> list[str]:
     return key.rsplit(".", 1)
 
 
-def fill_groups(opt_state: Any, optimizer: torch.optim.Optimizer, names: Sequence[str]) -> list[StateDict]:
+def fill_groups(label: str, opt_state: Any, optimizer: torch.optim.Optimizer, names: Sequence[str]) -> list[StateDict]:
     """Return the parameter groups of a torch optimizer, with the numbers that a state holds for their parameters.
 
     Args:
+        label: The public function, for errors.
         opt_state: The state.
         optimizer: The torch optimizer.
         names: The names of its parameters.
+
+    Raises:
+        ValueError: if states have different numbers for the parameters of one group.
     """
     groups = optimizer.state_dict()["param_groups"]
-    for state in list_states(opt_state):
-        # A class that keeps no tensors does not say whose state this is, so it counts for all parameters.
-        owners = {split_slot(key)[0] for key in _slots_of(state)} or set(names)
-        for group in groups:
-            members = [names[number] for number in group["params"]]
-            if owners.isdisjoint(members):
-                continue
-            for name in group.keys() & state.hyper.keys():
-                group[name] = float(state.hyper[name])
+    owner_sets = _owners_of_states(opt_state, names)
+    for group in groups:
+        members = [names[number] for number in group["params"]]
+        states = [state for state, owners in owner_sets if not owners.isdisjoint(members)]
+        for name in group.keys() & {name for state in states for name in state.hyper}:
+            numbers = {float(state.hyper[name]) for state in states if name in state.hyper}
+            group[name] = _one_number(label, name, numbers)
     return groups
 
 
@@ -211,17 +213,20 @@ def rebuild_state(
     """
     remedy = "pass the state of the same torch class and options, for the same module"
     loaded = exchange.read(collect_slots(exchange, like), {key: [entry] for key, entry in entries.items()}, remedy)
+    owner_sets = _owners_of_states(like, hypers)
 
     def rebuild(state: TorchState) -> TorchState:
         count = _count_updates(exchange, state, loaded) if updates is None else updates
+        owners = next(owners for other, owners in owner_sets if other is state)
         slots = {}
         for slot, tree in state.slots.items():
-            flat = flatten(tree)
-            slots[slot] = flat.unflatten([loaded.get(f"{name}.{slot}") for name in flat.names])
+            # The other leaves of the tree are None, because another part of a partition has their state.
+            names = named_leaves(flatten(tree))
+            slots[slot] = exchange.with_leaves(tree, {name: loaded[f"{name}.{slot}"] for name in names})
         return TorchState(
             updates=torch.full_like(state.updates, count),
             slots=slots,
-            hyper=_rebuild_hyper(exchange.label, state, hypers),
+            hyper=_rebuild_hyper(exchange.label, state, owners, hypers),
             counts=fs.tree_map(lambda leaf: torch.full_like(leaf, count), state.counts),
         )
 
@@ -240,19 +245,38 @@ def _count_updates(exchange: ModuleExchange, state: TorchState, loaded: Mapping[
     return int(max(counts))
 
 
-def _rebuild_hyper(label: str, state: TorchState, hypers: Hypers) -> dict[str, torch.Tensor]:
-    """Read the hyperparameters of a state from the group of its first parameter, or of any if it keeps nothing."""
-    values = next(iter(hypers.values()), {})
-    for key in _slots_of(state):
-        values = hypers.get(split_slot(key)[0], {})
-        break
+def _rebuild_hyper(label: str, state: TorchState, owners: Iterable[str], hypers: Hypers) -> dict[str, torch.Tensor]:
+    """Read the hyperparameters of a state from the groups of its parameters."""
     hyper = {}
     for name, old in state.hyper.items():
-        number = values.get(name)
-        is_number = number is None or isinstance(number, Real) or (is_full(number) and number.numel() == 1)
-        expect(is_number, label, f"{name} of a group of parameters to be a number", describe(number))
-        hyper[name] = old.clone() if number is None else torch.full_like(old, float(number))
+        numbers = set()
+        for owner in owners:
+            number = hypers.get(owner, {}).get(name)
+            is_number = number is None or isinstance(number, Real) or (is_full(number) and number.numel() == 1)
+            expect(is_number, label, f"{name} of a group of parameters to be a number", describe(number))
+            if number is not None:
+                numbers.add(float(number))
+        hyper[name] = torch.full_like(old, _one_number(label, name, numbers)) if numbers else old.clone()
     return hyper
+
+
+def _one_number(label: str, name: str, numbers: set[float]) -> float:
+    """Return the only one of some numbers, or refuse them."""
+    remedy = f"give each group of parameters a part of fs.partition that keeps tensors, or all groups one {name}"
+    texts = " and ".join(map(str, sorted(numbers)))
+    expect(len(numbers) == 1, label, f"one {name} in each state, and in each group of parameters", texts, remedy)
+    return next(iter(numbers))
+
+
+def _owners_of_states(opt_state: Any, names: Iterable[str]) -> list[tuple[TorchState, set[str]]]:
+    """Pair the states that `from_torch` made with the names of their parameters.
+
+    A class that keeps no tensors does not say whose state this is, so it counts for all that no other state has.
+    """
+    states = list_states(opt_state)
+    owner_sets = [{split_slot(key)[0] for key in _slots_of(state)} for state in states]
+    others = set(names).difference(*owner_sets)
+    return [(state, owners or others) for state, owners in zip(states, owner_sets, strict=True)]
 
 
 def list_states(opt_state: Any) -> list[TorchState]:

@@ -86,6 +86,49 @@ def test_groups_have_numbers_and_counts_of_their_own():
     assert [(part.hyper["lr"].item(), part.updates.item()) for part in state] == [(2.0, 2), (3.0, 2)]
 
 
+def partition_of(module, cls, **hyper):
+    """An optimizer of torch with a group for weights and one for biases, and the same as a partition."""
+    groups = [{"params": [module.weight], "lr": 0.25}, {"params": [module.bias], "lr": 0.5}]
+    parts = {name: fs.from_torch(cls, lr=lr, inject="lr", **hyper) for name, lr in (("weight", 0.25), ("bias", 0.5))}
+    return cls(groups, **hyper), fs.partition(parts)
+
+
+def test_each_part_of_a_partition_takes_the_state_of_its_own_parameters():
+    """A part that also had the others' state would write it back in place of what the steps since have made of it."""
+    module = nn.Linear(3, 2)
+    params = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    optimizer, tx = partition_of(module, torch.optim.SGD, momentum=0.5)
+    like = tx.init(params)
+    for updates in range(2):
+        module(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        if not updates:
+            state = from_optimizer_state_dict(optimizer.state_dict(), like, module, optimizer, updates=1)
+    assert [len(fs.tree_leaves(part.slots)) for part in state] == [1, 1]
+    grads = {name: parameter.grad for name, parameter in module.named_parameters()}
+    _, state = tx.update(grads, state, params)
+    assert_same_bits(to_optimizer_state_dict(state, module, optimizer)["state"], optimizer.state_dict()["state"])
+
+
+def test_numbers_of_groups_that_states_cannot_have():
+    """States without tensors do not say whose they are, and a state has one number for all of its parameters."""
+    module = nn.Linear(3, 2)
+    params = dict(module.named_parameters())
+    optimizer, tx = partition_of(module, torch.optim.SGD)
+    text = "expected one lr in each state, and in each group of parameters, got 0.25 and 0.5; give each group of par"
+    with pytest.raises(ValueError, match=f"^checkpoint.from_optimizer_state_dict: {text}"):
+        from_optimizer_state_dict(optimizer.state_dict(), tx.init(params), module, optimizer, updates=1)
+    with pytest.raises(ValueError, match=f"^checkpoint.to_optimizer_state_dict: {text}"):
+        to_optimizer_state_dict(tx.init(params), module, optimizer)
+    plain, momentum = (fs.from_torch(torch.optim.SGD, lr=1.0, inject="lr", momentum=m) for m in (0.0, 0.5))
+    tx = fs.partition({"weight": plain, "bias": momentum})
+    optimizer = torch.optim.SGD([{"params": [module.weight], "lr": 0.25}, {"params": [module.bias], "lr": 0.5}])
+    optimizer.state[module.bias]["momentum_buffer"] = torch.ones(2)
+    state = from_optimizer_state_dict(optimizer.state_dict(), tx.init(params), module, optimizer, updates=1)
+    assert [part.hyper["lr"].item() for part in state] == [0.25, 0.5]
+    assert [group["lr"] for group in to_optimizer_state_dict(state, module, optimizer)["param_groups"]] == [0.25, 0.5]
+
+
 def test_a_parameter_that_never_had_a_gradient_has_no_state():
     module = nn.Linear(3, 2)
     params = {name: parameter.detach() for name, parameter in module.named_parameters()}
