@@ -1,6 +1,6 @@
 """The state of torch.optim's optimizers, to and from states that `fs.from_torch` made."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -9,7 +9,18 @@ from torch import nn
 
 import fshard as fs
 from fshard.ext.interop.module_exchange import ModuleExchange, is_full, named_leaves
-from fshard.extend import COUNT, Entry, Problem, TorchState, check_arguments, describe, expect, flatten, refuse
+from fshard.extend import (
+    COUNT,
+    Entry,
+    Problem,
+    TorchState,
+    check_arguments,
+    describe,
+    expect,
+    flatten,
+    refuse,
+    tensor_of,
+)
 
 StateDict = dict[str, Any]
 # The values of a parameter's group, by the name of the parameter.
@@ -84,7 +95,8 @@ def from_optimizer_state_dict(
         updates: The number of updates that were made; None takes the torch class's own count.
 
     Returns:
-        A state of the structure, specs and dtypes of `like`. Injected numbers are those of the parameter's group.
+        A state of the structure, specs and dtypes of `like`. Injected numbers are those of the parameter's group. A
+        parameter of which the torch optimizer has no state, because it never had a gradient, keeps that of `like`.
 
     Raises:
         ValueError: on every rank, with every tensor that is missing, differs or is unexpected; or if the class does
@@ -115,7 +127,9 @@ def from_optimizer_state_dict(
                 hypers |= {names[number]: group for number in group["params"] if number in names}
         except (AttributeError, LookupError, TypeError) as error:
             expect(False, exchange.label, expected, f"{describe(state_dict)}: {error}")
-    return rebuild_state(exchange, like, entries, hypers, updates)
+    with_state = {split_slot(key)[0] for key in entries}
+    without_state = hypers.keys() - with_state if with_state else set()
+    return rebuild_state(exchange, like, entries, hypers, updates, without_state)
 
 
 def _entries_of(label: str, state: Mapping[int, StateDict], names: Mapping[int, str]) -> dict[str, Entry]:
@@ -197,7 +211,12 @@ def fill_groups(label: str, opt_state: Any, optimizer: torch.optim.Optimizer, na
 
 
 def rebuild_state(
-    exchange: ModuleExchange, like: Any, entries: Mapping[str, Entry], hypers: Hypers, updates: int | None
+    exchange: ModuleExchange,
+    like: Any,
+    entries: Mapping[str, Entry],
+    hypers: Hypers,
+    updates: int | None,
+    without_state: Container[str] = (),
 ) -> Any:
     """Read a state.
 
@@ -207,12 +226,20 @@ def rebuild_state(
         entries: The entry of each parameter and slot, by their names with a dot between.
         hypers: The values of each parameter's group. What they lack stays as it is in `like`.
         updates: How many updates were made; None takes the class's own count.
+        without_state: The parameters that never had a gradient, whose state stays as it is in `like`.
 
     Raises:
         ValueError: if the number of updates is not known.
     """
     remedy = "pass the state of the same torch class and options, for the same module"
-    loaded = exchange.read(collect_slots(exchange, like), {key: [entry] for key, entry in entries.items()}, remedy)
+    leaves = collect_slots(exchange, like)
+    kept = {
+        key: fs.tree_map(torch.clone, leaf)
+        for key, leaf in leaves.items()
+        if split_slot(key)[0] in without_state and not tensor_of(leaf).is_meta
+    }
+    read = {key: leaf for key, leaf in leaves.items() if key not in kept}
+    loaded = kept | exchange.read(read, {key: [entry] for key, entry in entries.items()}, remedy)
     owner_sets = _owners_of_states(like, hypers)
 
     def rebuild(state: TorchState) -> TorchState:
@@ -223,11 +250,14 @@ def rebuild_state(
             # The other leaves of the tree are None, because another part of a partition has their state.
             names = named_leaves(flatten(tree))
             slots[slot] = exchange.with_leaves(tree, {name: loaded[f"{name}.{slot}"] for name in names})
+        counts = {}
+        for name, old in named_leaves(flatten(state.counts)).items():
+            counts[name] = old.clone() if name in without_state else torch.full_like(old, count)
         return TorchState(
             updates=torch.full_like(state.updates, count),
             slots=slots,
             hyper=_rebuild_hyper(exchange.label, state, owners, hypers),
-            counts=fs.tree_map(lambda leaf: torch.full_like(leaf, count), state.counts),
+            counts=exchange.with_leaves(state.counts, counts),
         )
 
     return TorchState.each(rebuild, like)

@@ -137,6 +137,12 @@ def test_a_parameter_that_never_had_a_gradient_has_no_state():
         _, state = tx.update({"weight": torch.ones(2, 3), "bias": None}, tx.init(params), params)
         exported = to_optimizer_state_dict(state, module, cls(module.parameters(), lr=0.1, **hyper))
         assert list(exported["state"]) == [0]
+        like = tx.init(params)
+        back = from_optimizer_state_dict(exported, like, module, cls(module.parameters(), lr=0.1, **hyper), updates=1)
+        assert_same_bits(back, state)
+        fresh = cls(module.parameters(), lr=0.1, **hyper)
+        with pytest.raises(ValueError, match="leaves do not fit"):
+            from_optimizer_state_dict(fresh.state_dict(), like, module, fresh, updates=1)
 
 
 def test_optimizer_states_that_do_not_fit():
@@ -154,7 +160,7 @@ def test_optimizer_states_that_do_not_fit():
         to_optimizer_state_dict(state, module, torch.optim.AdamW(module.norm.parameters()))
     train(module, optimizer, range(1))
     like = fs.from_torch(torch.optim.AdamW, amsgrad=True).init(params)
-    text = r"frozen.bias.exp_avg: expected float32\[7\], got nothing\n(.*\n)+  and \d+ more\nTo fix: "
+    text = r"do not fit\n  embedding.weight.max_exp_avg_sq: expected float32\[11, 7\], got nothing\n(.*\n){4}To fix: "
     with pytest.raises(ValueError, match=text):
         from_optimizer_state_dict(optimizer.state_dict(), like, module, optimizer)
     sgd = torch.optim.SGD(module.parameters())
