@@ -144,7 +144,8 @@ def load_dcp(
 
     Returns:
         A tree of the structure, specs, dtypes and devices of `like`. The key, the state of transforms and the
-        hyperparameters are those of `like`; injected numbers are those of the checkpoint.
+        hyperparameters are those of `like`; injected numbers are those of the checkpoint. A parameter of
+        which the checkpoint has no state, because it never had a gradient, keeps the optimizer's state of `like`.
 
     Raises:
         ValueError: on every rank, with every leaf that is missing in the checkpoint, differs there, or is unexpected.
@@ -196,8 +197,10 @@ def _read_hypers(values: Mapping[str, Callable[[], Any]], prefix: str, opt_state
     groups: dict[str, dict[str, Any]] = {}
     for key, read in values.items():
         group, _, name = key.rpartition(".")
-        if injected and group.startswith(f"{prefix}.") and name in {*injected, "params"}:
-            groups.setdefault(group.removeprefix(f"{prefix}."), {})[name] = read()
+        if group.startswith(f"{prefix}."):
+            hyper = groups.setdefault(group.removeprefix(f"{prefix}."), {})
+            if name in injected or name == "params":
+                hyper[name] = read()
     hypers: dict[str, dict[str, Any]] = {}
     for group, hyper in groups.items():
         hypers |= dict.fromkeys(hyper.get("params", [group]), hyper)

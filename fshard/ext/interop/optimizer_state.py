@@ -1,6 +1,6 @@
 """The state of torch.optim's optimizers, to and from states that `fs.from_torch` made."""
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -127,9 +127,7 @@ def from_optimizer_state_dict(
                 hypers |= {names[number]: group for number in group["params"] if number in names}
         except (AttributeError, LookupError, TypeError) as error:
             expect(False, exchange.label, expected, f"{describe(state_dict)}: {error}")
-    with_state = {split_slot(key)[0] for key in entries}
-    without_state = hypers.keys() - with_state if with_state else set()
-    return rebuild_state(exchange, like, entries, hypers, updates, without_state)
+    return rebuild_state(exchange, like, entries, hypers, updates)
 
 
 def _entries_of(label: str, state: Mapping[int, StateDict], names: Mapping[int, str]) -> dict[str, Entry]:
@@ -211,14 +209,9 @@ def fill_groups(label: str, opt_state: Any, optimizer: torch.optim.Optimizer, na
 
 
 def rebuild_state(
-    exchange: ModuleExchange,
-    like: Any,
-    entries: Mapping[str, Entry],
-    hypers: Hypers,
-    updates: int | None,
-    without_state: Container[str] = (),
+    exchange: ModuleExchange, like: Any, entries: Mapping[str, Entry], hypers: Hypers, updates: int | None
 ) -> Any:
-    """Read a state.
+    """Read a state. That of a parameter that never had a gradient, of which torch has none, is as in `like`.
 
     Args:
         exchange: The exchange.
@@ -226,13 +219,14 @@ def rebuild_state(
         entries: The entry of each parameter and slot, by their names with a dot between.
         hypers: The values of each parameter's group. What they lack stays as it is in `like`.
         updates: How many updates were made; None takes the class's own count.
-        without_state: The parameters that never had a gradient, whose state stays as it is in `like`.
 
     Raises:
         ValueError: if the number of updates is not known.
     """
     remedy = "pass the state of the same torch class and options, for the same module"
     leaves = collect_slots(exchange, like)
+    with_state = {split_slot(key)[0] for key in entries}
+    without_state = hypers.keys() - with_state if with_state else set()
     kept = {
         key: fs.tree_map(torch.clone, leaf)
         for key, leaf in leaves.items()

@@ -121,6 +121,26 @@ def test_an_fsdp2_run_goes_on_in_fshard_and_back(tmp_path, strategy, flat, name)
     return losses
 
 
+@on_ranks("2 processes")
+def test_a_parameter_that_never_had_a_gradient_has_no_state(tmp_path):
+    """Neither in the files of FSDP2, nor in another part of a partition."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    parts = {name: fs.from_torch(torch.optim.AdamW, lr=0.1) for name in ("*.weight", "*.bias")}
+    like = fs.TrainState.create(fs.functionalize(module).init(fs.zero3(one_axis()), seed=0), fs.partition(parts))
+    trained = nn.Sequential(fully_shard(nn.Linear(3, 3)), fully_shard(nn.Linear(3, 3)))
+    optimizer = torch.optim.AdamW([{"params": trained.parameters(), "weight_decay": 0.5}], lr=0.1)
+    trained[0](torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    for flat in (False, True):
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        model, optim = get_state_dict(trained, optimizer, options=options)
+        dcp.save({"model": model, "optim": optim}, checkpoint_id=tmp_path / str(flat))
+        state = load_dcp(tmp_path / str(flat), like, module=module, trusted=True)
+        for part, kind in zip(state.opt_state, ("weight", "bias"), strict=True):
+            steps = {name: float(step) for name, step in part.slots["step"].items() if step is not None}
+            assert steps == {f"0.{kind}": 1.0, f"1.{kind}": 0.0}
+
+
 @on_ranks(2, pytest.param(3, marks=pytest.mark.slow))
 def test_trees_come_back_in_any_layout(tmp_path):
     """Also in layouts that DTensor does not have; from what the layout before wrote."""
