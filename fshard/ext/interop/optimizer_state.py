@@ -202,9 +202,12 @@ def fill_groups(label: str, opt_state: Any, optimizer: torch.optim.Optimizer, na
     for group in groups:
         members = [names[number] for number in group["params"]]
         states = [state for state, owners in owner_sets if not owners.isdisjoint(members)]
-        for name in group.keys() & {name for state in states for name in state.hyper}:
-            numbers = {float(state.hyper[name]) for state in states if name in state.hyper}
-            group[name] = _one_number(label, name, numbers)
+        numbers: dict[str, set[float]] = {}
+        for state in states:
+            for name in group.keys() & state.hyper.keys():
+                numbers.setdefault(name, set()).add(float(state.hyper[name]))
+        for name in numbers:
+            group[name] = _one_number(label, name, numbers[name])
     return groups
 
 
@@ -227,12 +230,13 @@ def rebuild_state(
     leaves = collect_slots(exchange, like)
     with_state = {split_slot(key)[0] for key in entries}
     without_state = hypers.keys() - with_state if with_state else set()
-    kept = {
-        key: fs.tree_map(torch.clone, leaf)
-        for key, leaf in leaves.items()
-        if split_slot(key)[0] in without_state and not tensor_of(leaf).is_meta
-    }
-    read = {key: leaf for key, leaf in leaves.items() if key not in kept}
+    kept = {}
+    read = {}
+    for key, leaf in leaves.items():
+        if split_slot(key)[0] in without_state and not tensor_of(leaf).is_meta:
+            kept[key] = fs.tree_map(torch.clone, leaf)
+        else:
+            read[key] = leaf
     loaded = kept | exchange.read(read, {key: [entry] for key, entry in entries.items()}, remedy)
     owner_sets = _owners_of_states(like, hypers)
 
