@@ -2,6 +2,7 @@
 
 import faulthandler
 import hashlib
+import io
 import itertools
 import multiprocessing
 import os
@@ -23,6 +24,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
@@ -266,8 +268,17 @@ def _dumps(value: Any) -> bytes:
     """Pickle a value, with the functions in it that no module holds."""
     import cloudpickle
 
-    dumped: bytes = cloudpickle.dumps(value)
-    return dumped
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, value: Any) -> Any:
+            if not isinstance(value, CodeType):
+                return super().reducer_override(value)
+            make, arguments = self.dispatch_table[CodeType](value)
+            # cloudpickle 3.1.3 leaves out where a function stands, and errors of a rank would not say it.
+            return make, tuple(value.co_filename if each == "<dynamic-code>" else each for each in arguments)
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(value)
+    return buffer.getvalue()
 
 
 def _kill(processes: list[BaseProcess], directory: Path) -> None:
