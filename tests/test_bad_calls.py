@@ -137,7 +137,7 @@ ACCEPTED = (
     (READ, "transform_state.params reshard.tree unshard.tree"),
     (tuple(WRONG), "TrainState.create.buffers update.transform_state tree_leaves.tree"),
     # Until they are used: a save refuses them, or Python and torch do.
-    (tuple(WRONG), "make_graph.f remat.f sgd.dampening"),
+    (tuple(WRONG), "make_graph.f remat.f"),
     (tuple(WRONG), "checkpoint.Manager.asynchronous checkpoint.Manager.keep"),
     (("a negative number",), "broadcast.root"),
 )

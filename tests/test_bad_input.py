@@ -310,6 +310,10 @@ def test_rates_out_of_range_are_refused_by_name():
     assert f"expected betas[1] to be {FRACTION}, got 1.0" in text_of(lambda: fs.adamw(0.1, (0.9, 1.0)))
     vector = f"sgd: expected lr to be {RATE}, got a float32 Tensor of shape (2,)"
     assert text_of(lambda: fs.sgd(ones(2))) == vector
+    assert text_of(lambda: fs.sgd(ones(1, 1))) == vector.replace("(2,)", "(1, 1)")
+    finite = "sgd: expected dampening to be a finite number, got"
+    assert text_of(lambda: fs.sgd(0.1, 0.9, dampening=math.nan)) == f"{finite} nan"
+    assert text_of(lambda: fs.sgd(0.1, 0.9, dampening=ones(2))) == f"{finite} a float32 Tensor of shape (2,)"
 
 
 def test_the_ends_of_ranges_and_rates_of_every_kind_are_taken():

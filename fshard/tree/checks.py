@@ -138,7 +138,7 @@ def check_arguments(api_name: str, allowed: Range, **arguments: Any) -> None:
 def check_numbers(api_name: str, allowed: Range, **arguments: Any) -> None:
     """Refuse arguments that are not numbers in a range.
 
-    A one-element tensor passes unchecked, because reading its value would wait for the device.
+    A tensor of shape () or (1,) passes unchecked, because reading its value would wait for the device.
 
     Args:
         api_name: As for `check_arguments`.
@@ -150,7 +150,7 @@ def check_numbers(api_name: str, allowed: Range, **arguments: Any) -> None:
     """
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
-            holds = value.numel() == 1 and not value.is_complex() and value.dtype is not torch.bool
+            holds = value.shape in ((), (1,)) and not value.is_complex() and value.dtype is not torch.bool
             shown = describe(value)
         else:
             holds = isinstance(value, Real) and not isinstance(value, bool) and allowed.allows(value)

@@ -19,7 +19,7 @@ from fshard.ext.optim.leaves import (
 )
 from fshard.ext.optim.native import check_rates
 from fshard.ext.optim.norms import leaf_means, stack_norms
-from fshard.ext.optim.parts import Number, Rate
+from fshard.ext.optim.parts import Number, Rate, read_rate
 from fshard.extend import (
     NOT_NEGATIVE,
     Range,
@@ -211,7 +211,7 @@ def adafactor(
 
     def update(grads: Any, state: AdafactorState, params: Any) -> tuple[Any, Any]:
         steps, new_state = scaling.update(grads, state, params)
-        rate = torch.as_tensor(lr(state.updates) if callable(lr) else lr, dtype=torch.float64)
+        rate = torch.as_tensor(read_rate(lr, state.updates), dtype=torch.float64)
         stepped = take_with_gradient(params, steps)
         param_norms, step_norms = stack_norms((stepped, steps), 2.0, reduction_order).chunk(2)
         # A norm is the root of a mean square times this root. For fills, the host does not wait for an accelerator.

@@ -19,7 +19,7 @@ from fshard.ext.optim.leaves import (
     share_out,
 )
 from fshard.ext.optim.norms import find_norm_order, global_norm, stack_norms
-from fshard.ext.optim.parts import Mask, Number, Rate
+from fshard.ext.optim.parts import FINITE, Mask, Number, Rate, read_rate
 from fshard.ext.optim.wrappers import masked
 from fshard.extend import (
     FRACTION,
@@ -318,7 +318,8 @@ def sgd(
         The optimizer.
 
     Raises:
-        ValueError: if a number is out of range, or `nesterov` is set without momentum or with dampening.
+        ValueError: if a number is out of range, or `nesterov` is set without momentum or with dampening; from
+            update, if a schedule returns no number.
 
     >>> import torch, fshard as fs
     >>> tx = fs.sgd(0.1, momentum=0.9)
@@ -330,6 +331,7 @@ def sgd(
     {'w': tensor([0.7100, 2.2900])}
     """
     check_rates("sgd", lr, momentum=momentum, weight_decay=weight_decay)
+    check_numbers("sgd", FINITE, dampening=dampening)
     if nesterov and (is_set(dampening) or not is_set(momentum)):
         raise ValueError("sgd: nesterov needs a momentum above 0 and no dampening")
 
@@ -446,7 +448,7 @@ def _make_descent(lr: Rate, decay: Number = 0.0) -> fs.Optimizer:
         return [add_multiple(param, grad, factor)]
 
     def update(grads: Any, state: DescentState, params: Any) -> tuple[Any, Any]:
-        rate = lr(state.updates) if callable(lr) else lr
+        rate = read_rate(lr, state.updates)
         # A product, because a tensor without a sign has no negative.
         (params,) = leafwise(step, grads, [params], numbers=(-1.0 * rate, 1 - rate * decay))
         return params, DescentState(state.updates + 1)

@@ -1,7 +1,7 @@
 """Schedules: hyperparameters as functions of the number of updates made.
 
-Each maps an int64 tensor of shape () to a float64 tensor of shape (), so that a jitted step reads it and never traces
-anew. They follow Optax's schedules of like names.
+Each maps a number, or an int64 tensor of shape (), to a float64 tensor of shape (), so that a jitted step reads it and
+never traces anew. They follow Optax's schedules of like names.
 """
 
 import math
@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from fshard.ext.optim.parts import FINITE
 from fshard.extend import Range, check_numbers, expect
 
 __all__ = ["constant", "cosine", "from_torch_scheduler", "join", "linear", "warmup_cosine"]
 
-Schedule = Callable[[torch.Tensor], torch.Tensor]
+# Of a number or a tensor.
+Schedule = Callable[[Any], torch.Tensor]
 
 # A table of so many values takes 80 MB and about three minutes to write down.
 MAX_STEPS = 10_000_000
@@ -33,12 +35,16 @@ def constant(value: float) -> Schedule:
     Returns:
         The schedule.
 
+    Raises:
+        ValueError: if `value` is not a finite number.
+
     >>> import torch, fshard as fs
     >>> schedule = fs.schedules.constant(0.1)
     >>> [float(schedule(torch.tensor(count))) for count in (0, 1000)]
     [0.1, 0.1]
     """
-    return lambda count: count.double() * 0 + value
+    check_numbers("schedules.constant", FINITE, value=value)
+    return lambda count: torch.as_tensor(count).double() * 0 + value
 
 
 def linear(init_value: float, end_value: float, transition_steps: int) -> Schedule:
@@ -55,13 +61,14 @@ def linear(init_value: float, end_value: float, transition_steps: int) -> Schedu
         The schedule.
 
     Raises:
-        ValueError: if `transition_steps` is no number of updates.
+        ValueError: if `transition_steps` is no number of updates, or a value is not a finite number.
 
     >>> schedule = linear(0.0, 1.0, transition_steps=4)
     >>> [float(schedule(torch.tensor(count))) for count in (0, 1, 4, 9)]
     [0.0, 0.25, 1.0, 1.0]
     """
     check_numbers("schedules.linear", UPDATES, transition_steps=transition_steps)
+    check_numbers("schedules.linear", FINITE, init_value=init_value, end_value=end_value)
     # Exact at the end, where a schedule stays.
     return lambda count: end_value + (init_value - end_value) * (1 - _fraction(count, transition_steps))
 
@@ -80,13 +87,14 @@ def cosine(init_value: float, decay_steps: int, *, end_value: float = 0.0) -> Sc
         The schedule.
 
     Raises:
-        ValueError: if `decay_steps` is no number of updates.
+        ValueError: if `decay_steps` is no number of updates, or a value is not a finite number.
 
     >>> schedule = cosine(1.0, decay_steps=4)
     >>> [round(float(schedule(torch.tensor(count))), 4) for count in (0, 1, 2, 4, 9)]
     [1.0, 0.8536, 0.5, 0.0, 0.0]
     """
     check_numbers("schedules.cosine", UPDATES, decay_steps=decay_steps)
+    check_numbers("schedules.cosine", FINITE, init_value=init_value, end_value=end_value)
 
     def value(count: torch.Tensor) -> torch.Tensor:
         weight = (1 + torch.cos(math.pi * _fraction(count, decay_steps))) / 2
@@ -113,7 +121,7 @@ def warmup_cosine(
         The schedule.
 
     Raises:
-        ValueError: if the numbers of updates do not fit.
+        ValueError: if the numbers of updates do not fit, or a value is not a finite number.
 
     >>> schedule = warmup_cosine(0.0, 1.0, warmup_steps=2, decay_steps=6)
     >>> [round(float(schedule(torch.tensor(count))), 4) for count in (0, 1, 2, 4, 6, 9)]
@@ -121,6 +129,7 @@ def warmup_cosine(
     """
     api_name = "schedules.warmup_cosine"
     check_numbers(api_name, UPDATES, decay_steps=decay_steps)
+    check_numbers(api_name, FINITE, init_value=init_value, peak_value=peak_value, end_value=end_value)
     before = Range(
         f"a number of updates, 0 or more and below the {decay_steps:,} of decay_steps",
         lambda steps: isinstance(steps, int) and 0 <= steps < decay_steps,
@@ -158,6 +167,7 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     expect(rising, "schedules.join", expected, f"boundaries {boundaries!r:.40} of {len(schedules)} schedules")
 
     def joined(count: torch.Tensor) -> torch.Tensor:
+        count = torch.as_tensor(count)
         value = schedules[0](count)
         for start, schedule in zip(boundaries, schedules[1:], strict=True):
             value = torch.where(count < start, value, schedule((count - start).clamp(min=0)))
@@ -167,7 +177,7 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
 
 
 def _fraction(count: torch.Tensor, steps: int) -> torch.Tensor:
-    return count.clamp(0, steps).double() / steps
+    return torch.as_tensor(count).clamp(0, steps).double() / steps
 
 
 def from_torch_scheduler(
@@ -225,6 +235,7 @@ def from_torch_scheduler(
     table = torch.tensor(values, dtype=torch.float64)
 
     def schedule(count: torch.Tensor) -> torch.Tensor:
+        count = torch.as_tensor(count)
         # Indexing by a tensor of shape () would ask for its value, which a trace does not have.
         return table.to(count.device).index_select(0, count.clamp(0, steps - 1).reshape(1)).reshape(())
 

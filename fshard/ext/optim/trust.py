@@ -8,7 +8,7 @@ import fshard as fs
 from fshard.ext.optim.leaves import make_stateless, map_gradients, share_out, take_with_gradient
 from fshard.ext.optim.native import check_rates
 from fshard.ext.optim.norms import stack_norms
-from fshard.ext.optim.parts import Number, Rate
+from fshard.ext.optim.parts import Number, Rate, read_rate
 from fshard.extend import zero
 
 
@@ -136,7 +136,6 @@ def _scale_by_rate(lr: Rate) -> fs.GradientTransformation:
     """Multiply gradients by a learning rate; the state counts updates."""
 
     def update(grads: Any, count: torch.Tensor, params: Any) -> tuple[Any, torch.Tensor]:
-        rate = lr(count) if callable(lr) else lr
-        return map_gradients(torch.mul, grads, numbers=(rate,)), count + 1
+        return map_gradients(torch.mul, grads, numbers=(read_rate(lr, count),)), count + 1
 
     return fs.GradientTransformation(lambda params: zero(), update)

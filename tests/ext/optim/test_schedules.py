@@ -1,5 +1,7 @@
 """from_torch_scheduler: torch's own values, looked up by the number of updates made."""
 
+import math
+
 import pytest
 import torch
 from torch import optim
@@ -101,6 +103,8 @@ def test_schedules_in_closed_form():
         for schedule in (fs.schedules.linear(0.3, end, 7), fs.schedules.cosine(0.3, 7, end_value=end)):
             assert numbers(schedule, [7, 10**6]) == [end, end]
     batch = torch.arange(8)
+    for schedule in (joined, *sum(pairs, ())):
+        assert [schedule(count) for count in range(6)] == numbers(schedule, range(6))
     assert_same_bits(torch.func.vmap(joined)(batch), torch.stack([joined(count) for count in batch]))
 
 
@@ -139,6 +143,15 @@ REFUSED = (
         for warmup in (6, -1, 2.5)
     ),
     (lambda: fs.schedules.warmup_cosine(0.0, 1.0, 0, 0), f"schedules.warmup_cosine: expected decay_steps {UPDATES} 0"),
+    *(
+        (make, f"schedules.{name} to be a finite number, got nan")
+        for make, name in (
+            (lambda: fs.schedules.constant(math.nan), "constant: expected value"),
+            (lambda: fs.schedules.linear(0.0, math.nan, 4), "linear: expected end_value"),
+            (lambda: fs.schedules.cosine(math.nan, 4), "cosine: expected init_value"),
+            (lambda: fs.schedules.warmup_cosine(0.0, math.nan, 2, 4), "warmup_cosine: expected peak_value"),
+        )
+    ),
     (lambda: fs.schedules.linear(0.0, 1.0, 0), f"schedules.linear: expected transition_steps {UPDATES} 0"),
     (lambda: fs.schedules.cosine(1.0, 10**8), f"schedules.cosine: expected decay_steps {UPDATES} 100000000"),
     (
@@ -152,3 +165,22 @@ REFUSED = (
 def test_arguments_that_do_not_fit_are_refused():
     for call, text in REFUSED:
         assert text_of(call) == text
+
+
+# Values that are no rate. A vector would be broadcast against shards, which get other elements of it on each rank.
+NO_RATES = {
+    "a float64 Tensor of shape (3,)": torch.full((3,), 0.1, dtype=torch.float64),
+    "a complex64 Tensor of shape ()": torch.tensor(0.1j),
+    "nan": math.nan,
+    "'x'": "x",
+    "None": None,
+}
+
+
+@pytest.mark.parametrize("make", (fs.sgd, fs.adamw, fs.lamb, fs.lars, fs.adafactor))
+def test_a_schedule_whose_value_is_no_number_is_refused(make):
+    params = {"w": torch.ones(3)}
+    for got, value in NO_RATES.items():
+        tx = make(lambda count, value=value: value)
+        text = f"update: expected the value of the schedule of lr to be a finite number, got {got}"
+        assert text_of(lambda tx=tx: tx.update(params, tx.init(params), params)) == text
