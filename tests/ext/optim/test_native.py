@@ -193,3 +193,17 @@ def check_derivatives_of_shards_are_those_of_full_trees(row, world_size, layout)
 @pytest.mark.parametrize("case", OURS)
 def test_derivatives_of_shards_are_those_of_full_trees(case, world_size, layout):
     check_derivatives_of_shards_are_those_of_full_trees(OURS[case], world_size, layout)
+
+
+@pytest.mark.parametrize("make", (fs.adam, fs.adamw))
+def test_small_gradients_in_float16_make_steps_of_their_size(make):
+    """Their squares are 0 in float16, and so is eps there."""
+    params, grads = {"w": torch.ones(3, dtype=torch.float16)}, {"w": torch.full((3,), 1e-5, dtype=torch.float16)}
+    tx = make(1e-5, eps=1e-7)
+    state = tx.init(params)
+    for _ in range(STEPS):
+        new, state = tx.update(grads, state, params)
+        step = (params["w"] - new["w"]).double()
+        # The rate times the gradient over eps.
+        assert_trees_close(step, torch.full_like(step, 1e-3), **within(params["w"], terms=3))
+        assert step.all()
