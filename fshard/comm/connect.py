@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard.comm.failure import FailureWatcher
+from fshard.comm.failure import FailureWatcher, ask_store, make_error, notify_peers, read_note
 from fshard.comm.groups import ChainEntry, Group, PendingCollective, RankState
 from fshard.comm.links import list_peers, swap_in_rounds
 from fshard.comm.meeting import Meeting
@@ -64,9 +64,16 @@ def _meet(state: RankState, group: Group) -> Iterator[Meeting]:
     place = f"a collective of ranks {group.ranks}"
     remedy = "Check that each of them runs and calls the same collective."
     meeting = Meeting(state.store, state.rank, group.ranks, _key_of(state, group), group.timeout, place, remedy)
+
+    def look() -> None:
+        """End with the others if one of them has failed elsewhere: it does not come here any more."""
+        if note := ask_store(lambda: read_note(state.board)):
+            notify_peers(state, note)
+            raise make_error(state)
+
     with meeting:
         meeting.peers = list_peers(state.rank, group.ranks)
-        meeting.agree("here", lambda _: "")
+        meeting.agree("here", lambda _: "", look)
         meeting.connect()
         yield meeting
 

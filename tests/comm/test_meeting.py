@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 import fshard as fs
 from fshard._compat.collectives import StoreClient, _ports_of_socket
@@ -119,6 +120,22 @@ def test_a_rank_that_comes_when_the_others_have_given_up_makes_no_mesh():
         return fs.psum(torch.ones(()), fs.axis_of(fs.init_mesh({"a": -1}, device="cpu"))).item()
 
     assert spmd(program, 2) == [2, 2]
+
+
+def test_a_rank_that_waits_for_the_first_use_of_a_group_hears_that_others_have_failed(workers):
+    """Nobody comes there any more, and the timeout of a group of torch's is half an hour."""
+
+    def program():
+        place = my_rank()
+        shard = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu", timeout=50.0))
+        part = DeviceMesh("cpu", [0, 1], mesh_dim_names=("part",))
+        axis = fs.axis_of(part) if place == 1 else shard
+        with pytest.raises(CollectiveError) as caught:
+            fs.psum(torch.ones(1 + place), axis)
+        shard = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))
+        return str(caught.value).splitlines()[0], fs.psum(torch.ones(()), shard).item()
+
+    assert workers(3).run(program) == [("ranks differ in a collective", 3.0)] * 3
 
 
 def test_ports_of_sockets_that_have_no_other_end_or_are_closed():
