@@ -32,7 +32,11 @@ MIRRORS = {
     "fshard/transforms/run.py": ("tests/transforms", "tests/test_accumulate.py"),
     "fshard/transforms": ("tests/transforms",),
     "fshard/comm/failure.py": ("tests/comm/test_many_ranks.py", "tests/comm/test_failure.py", "tests/test_recovery.py"),
-    "fshard/comm/connect.py": ("tests/comm/test_many_ranks.py", "tests/comm/test_retry.py"),
+    "fshard/comm/connect.py": (
+        "tests/comm/test_meeting.py",
+        "tests/comm/test_many_ranks.py",
+        "tests/comm/test_retry.py",
+    ),
     "fshard/comm/agree.py": ("tests/comm/test_cost_laws.py", "tests/comm"),
     "fshard/comm/groups.py": ("tests/comm/test_forked_children.py", "tests/comm/test_failure.py"),
     "fshard/comm/meeting.py": (

@@ -47,6 +47,7 @@ METRICS = {
     "sum of a sum": (lambda w, x, axis: fs.psum(fs.psum(x.sum(), axis), axis), "doubled sum"),
     "mean of a mean": (lambda w, x, axis: fs.pmean(fs.pmean(x.mean(), axis), axis), None),
     "mean of exponentials": (lambda w, x, axis: fs.pmean(x.mean().exp(), axis), "mean of means"),
+    "mean of powers of two": (lambda w, x, axis: fs.pmean(x.mean().exp2(), axis), "mean of means"),
     "mean of rows of exponentials": (lambda w, x, axis: fs.pmean(x.exp().mean(), axis), None),
     "sum over ranks": (lambda w, x, axis: fs.psum(x.sum(), axis), None),
     "sum over ranks, over the items of one": (lambda w, x, axis: fs.psum(x.sum(), axis) / x.numel(), "number of ranks"),
