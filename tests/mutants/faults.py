@@ -110,6 +110,7 @@ MIRRORS = {
     "fshard/ext/replay/operations.py": ("tests/ext/replay/test_verify.py", "tests/ext/replay/test_replay.py"),
     "fshard/ext/replay/verify.py": ("tests/ext/replay/test_verify.py",),
     "fshard/ext/replay/diff.py": ("tests/ext/replay/test_diff.py",),
+    "fshard/ext/optim/native.py": ("tests/test_bad_input.py", "tests/ext/optim", "tests/optim"),
     "fshard/ext/optim": ("tests/ext/optim", "tests/optim"),
     "fshard/update.py": (
         "tests/test_update.py",
