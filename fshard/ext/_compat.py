@@ -442,8 +442,8 @@ class _OriginNotes:
             path = Path(file)
             is_installed = any(path.is_relative_to(folder) for folder in _INSTALLED)
             is_library = path.is_relative_to(_LIBRARY) and not is_installed
-            # Code that was generated, such as that of a dataclass, has no lines to show. Python 3.13 shows the program of
-            # `python -c` in their place, as of all code of this name.
+            # Code that was generated, such as that of a dataclass, has no lines to show. Python 3.13 would show those
+            # of `python -c`, whose name is the same.
             has_lines = file != "<string>" and bool(linecache.getline(file, line))
             self._is_users[file] = has_lines and not is_library and is_users_file(file)
         return self._is_users[file]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 MIRRORS = {
     "fshard/errors.py": ("tests/ext/testing/test_checks.py",),
     "fshard/_compat/autograd.py": ("tests/test_update.py", "tests/jit/test_donation.py"),
-    "fshard/_compat/tracing.py": ("tests/jit/test_bad_input.py",),
+    "fshard/_compat/tracing.py": ("tests/jit/test_bad_input.py", "tests/jit/test_steps.py"),
     "fshard/apply.py": ("tests/test_apply.py",),
     "fshard/init/drawing.py": ("tests/test_init.py", "tests/test_apply.py"),
     "fshard/remat.py": ("tests/test_remat.py", "tests/ext/parallel/test_moe.py"),
