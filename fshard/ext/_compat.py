@@ -195,6 +195,15 @@ def schema_of(function: Any) -> Any:
     return function._schema
 
 
+def name_operator(node: torch.fx.Node) -> str:
+    """Name the operator of a node, or a constant, as torch writes it. Checked on 2.13."""
+    target: Any = node.target
+    name = str(target) if hasattr(target, "_schema") else getattr(target, "__name__", str(target))
+    if node.op == "get_attr":
+        return f"the constant {name}"
+    return name.removesuffix(".default").removesuffix(".Tensor")
+
+
 def lazy_module(graph: Graph) -> GraphModule:
     """A module of a graph, whose code is generated only if it is run. Checked on 2.13."""
     with _use_lazy_graph_module(True):
@@ -217,15 +226,14 @@ def compile_by_inductor(module: Any, examples: Sequence[torch.Tensor]) -> Callab
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    (output,) = module.graph.find_nodes(op="output")
-    first_result = output.args[0][0]
+    first_result = module.graph.output_node().args[0][0]
     fake_mode = first_result.meta["val"].fake_mode
     table = select_decomp_table()
     trace = make_fx(module, decomposition_table=table, tracing_mode="real")
     with fake_mode:
         lowered = trace(*examples)
     lowered.graph.eliminate_dead_code()
-    (output,) = lowered.graph.find_nodes(op="output")
+    output = lowered.graph.output_node()
     number_of_results = len(output.args[0])
     output.meta["user_visible_output_idxs"] = list(range(number_of_results))
     run = compile_fx_inner(lowered, list(examples))

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from torch.fx import Graph, Node
 
 from fshard import comm
+from fshard.ext._compat import name_operator
 from fshard.ext.jit.uses import find_uses
 from fshard.extend import (
     Jitted,
     Traced,
-    arguments_of,
     flatten,
     fold_views_and_remove_dead_nodes,
     graph_nodes,
@@ -176,13 +176,7 @@ class StepGraph:
         for node, held in self.memory.walk():
             if node.op == "call_function":
                 nbytes = sum(held.values())
-                yield Operation(node, _name_operator(node), nbytes, graph_nodes.find_collective(node))
-
-
-def _name_operator(node: Node) -> str:
-    target: Any = node.target
-    name = str(target) if arguments_of(target) else target.__name__
-    return name.removesuffix(".default").removesuffix(".Tensor")
+                yield Operation(node, name_operator(node), nbytes, graph_nodes.find_collective(node))
 
 
 def make_graph(f: Callable[..., Any]) -> Callable[..., StepGraph]:

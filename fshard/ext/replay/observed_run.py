@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.fx import Interpreter, Node
 
-from fshard.ext.replay.operations import Operations, name_operator
+from fshard.ext._compat import name_operator
+from fshard.ext.replay.operations import Operations
 from fshard.extend import generators, graph_nodes, tensor_of
 
 _GENERATORS = (generators.random_state, generators.set_random_state, generators.seed)

@@ -1,7 +1,6 @@
 """Operations of a step: its graph, words for each that hold in other graphs too, and the report of one of them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 from linecache import getline
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from torch.fx import Node
 import fshard as fs
 from fshard import Axis, Sharded
 from fshard.comm import Collective
-from fshard.ext._compat import Frame, noting_origins, origin_of
+from fshard.ext._compat import Frame, name_operator, noting_origins, origin_of
 from fshard.extend import (
     Jitted,
     all_gather_object,
@@ -237,11 +236,14 @@ class Operations:
 
     def _find_leaves(self, node: Node) -> list[str]:
         """Find the paths of the results that the fewest operations compute from a node."""
-        reached = [node]
+        reached: dict[Node, None] = {node: None}
         leaves: list[str] = []
         while reached and not leaves:
             leaves = [self.result_paths[each] for each in reached if each in self.result_paths]
-            reached = list(dict.fromkeys(chain.from_iterable(each.users for each in reached)))
+            users: dict[Node, None] = {}
+            for each in reached:
+                users |= each.users
+            reached = users
         return leaves
 
     def _find_unit(self, node: Node, leaves: Sequence[str]) -> str:
@@ -311,15 +313,6 @@ def _list_sources_of_move(node: Node) -> list[Node]:
     """List what a node only moves, or computes its result of alone, such as a gathered leaf that it casts."""
     is_carried = _only_moves(node) or len(node.all_input_nodes) == 1
     return node.all_input_nodes if is_carried else []
-
-
-def name_operator(node: Node) -> str:
-    """Name the operator of a node, or a constant, as torch writes it."""
-    target: Any = node.target
-    name = str(target) if hasattr(target, "_schema") else getattr(target, "__name__", str(target))
-    if node.op == "get_attr":
-        return f"the constant {name}"
-    return name.removesuffix(".default").removesuffix(".Tensor")
 
 
 def _read_line(frame: Frame) -> str:

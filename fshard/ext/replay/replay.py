@@ -11,9 +11,9 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from fshard import Sharded
-from fshard.ext._compat import Frame, origin_of
+from fshard.ext._compat import Frame, name_operator, origin_of
 from fshard.ext.replay.observed_run import run_step, tensors_in
-from fshard.ext.replay.operations import OperationReport, Operations, find_start, name_operator, show_frame
+from fshard.ext.replay.operations import OperationReport, Operations, find_start, show_frame
 from fshard.extend import calling, describe, expect, flatten, graph_nodes, ranks_of, walk_graph
 
 # So many operations before the maker are shown.

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from fshard import Axis, Sharded, Spec, TrainState, comm
+from fshard import Sharded, Spec, TrainState, comm
 from fshard.ext.replay.observed_run import draws, run_step, tensors_in
 from fshard.ext.replay.operations import OperationReport, Operations, find_start
 from fshard.extend import calling, flatten, graph_nodes, hash_of, name_ranks, process_rank
@@ -148,12 +148,8 @@ def _find_cause(operations: Operations, node: Node, operands: Mapping[Node, Any]
 
 def _find_place(operations: Operations, spec: Spec) -> list[int]:
     """Find the rank's coordinates on the axes whose ranks may hold other values of a leaf."""
-    axes = [axis for axis in operations.axes if not _replicates(spec, axis)]
+    axes = [axis for axis in operations.axes if axis not in spec.axes or spec.dim_of(axis) is not None]
     return list(map(comm.rank, axes))
-
-
-def _replicates(spec: Spec, axis: Axis) -> bool:
-    return axis in spec.axes and spec.dim_of(axis) is None
 
 
 def _digest(tensors: Sequence[torch.Tensor]) -> str:
