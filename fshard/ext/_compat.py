@@ -233,7 +233,7 @@ def compile_by_inductor(module: Any, examples: Sequence[torch.Tensor]) -> Callab
     with fake_mode:
         lowered = trace(*examples)
     lowered.graph.eliminate_dead_code()
-    output = lowered.graph.output_node()
+    output: Any = lowered.graph.output_node()
     number_of_results = len(output.args[0])
     output.meta["user_visible_output_idxs"] = list(range(number_of_results))
     run = compile_fx_inner(lowered, list(examples))

@@ -96,7 +96,8 @@ class Generations:
         # The paths of leaves that are no tensors.
         self._value_paths: list[str] = []
         self._outline: Any = None
-        self._slots: list[SlotWriter | None] = [None, None]
+        # By 0 for generations of even numbers, and 1 for those of odd ones.
+        self._slots: dict[int, SlotWriter] = {}
         # The number of the next generation.
         self._number = 0
         # The last step at which the run did not go back; infinity where that is not known.
@@ -124,9 +125,7 @@ class Generations:
         if len(content) + NUMBER_BYTES > self._outline.values["room"]:
             # A text of the state has grown.
             self._begin(state, step)
-        slot = self._slots[self._number % 2]
-        if slot is None:
-            slot = self._open()
+        slot = self._slots.get(self._number % 2) or self._open()
         slot.write(self._number, content, leaves)
         if self._neighbours is not None:
             self._neighbours.offer(partial(slot.read, self._number))
@@ -139,8 +138,7 @@ class Generations:
         step apart.
         """
         exchange = self._exchange
-        ranks = exchange.ranks.size
-        groups = rank_state().generation if ranks > 1 else 0
+        groups = rank_state().generation if exchange.ranks.size > 1 else 0
         if self._groups != groups:
             self._groups = groups
             self._kinds = None
@@ -148,7 +146,7 @@ class Generations:
         if step < self._last_step:
             newest = self._find_step_on_disk(exchange)
             for each in self._search(exchange):
-                if each.is_readable(ranks):
+                if each.is_readable:
                     newest = max(newest, each.step)
             if step < newest:
                 return True
@@ -169,7 +167,7 @@ class Generations:
         on_disk = self._find_step_on_disk(exchange)
         ranks = exchange.ranks.size
         generations = self._search(exchange)
-        readable = [each for each in generations if each.is_readable(ranks)]
+        readable = [each for each in generations if each.is_readable]
         # As torchrun says.
         is_restart = read_environment().get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         if ranks_on_host(ranks) < ranks:
@@ -221,7 +219,7 @@ class Generations:
         generations = search_generations(exchange, self._directory)
         self._number = 1 + max((each.number for each in generations), default=0)
         for each in generations:
-            if each.is_readable(ranks):
+            if each.is_readable:
                 # Not in the slots of the generation that is whole: those are the last to be written over.
                 self._number += (self._number - each.number + 1) % 2
                 break
@@ -243,16 +241,15 @@ class Generations:
 
     def _leave_slots(self) -> None:
         """Write to the slots of before no more."""
-        for slot in self._slots:
-            if slot is not None:
-                slot.unlock()
-        self._slots = [None, None]
+        for slot in self._slots.values():
+            slot.unlock()
+        self._slots = {}
 
     def _open(self) -> SlotWriter:
         """Make the slot of the next generation."""
         exchange = self._exchange
         with exchange.raise_on_all_ranks():
-            if any(self._slots):
+            if self._slots:
                 # The generation before is whole, and ranks that are no more have nothing to give.
                 for path in self._directory.glob(SLOTS):
                     if int(path.stem[5:]) >= exchange.ranks.size:

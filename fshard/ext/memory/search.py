@@ -21,17 +21,14 @@ class Generation(NamedTuple):
         ranks: How many ranks wrote it.
         parts: The parts of it that this rank can read, by the ranks that wrote them.
         holders: The ranks that can read the part of each rank, the same on every rank.
+        is_readable: Whether it is whole, and each rank that there is now can read a part of it.
     """
 
     number: int
     ranks: int
     parts: Mapping[str, SlotPart]
     holders: Mapping[str, list[int]]
-
-    def is_readable(self, ranks: int) -> bool:
-        """Whether it is whole, and each of so many ranks can read a part of it."""
-        readers = set[int]().union(*self.holders.values())
-        return len(self.holders) == self.ranks and len(readers) == ranks
+    is_readable: bool
 
     @property
     def step(self) -> int:
@@ -70,5 +67,7 @@ def search_generations(exchange: Exchange, directory: Path) -> list[Generation]:
     generations = []
     for name, holders in exchange.merge_objects(here, join_ranks).items():
         number, ranks, *_ = json.loads(name)
-        generations.append(Generation(number, ranks, parts_of[name], holders))
+        readers = set[int]().union(*holders.values())
+        is_readable = len(holders) == ranks and len(readers) == exchange.ranks.size
+        generations.append(Generation(number, ranks, parts_of[name], holders, is_readable))
     return sorted(generations, reverse=True, key=lambda each: each.number)

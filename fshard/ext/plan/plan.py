@@ -172,7 +172,9 @@ def fake_axes(
 def _find_coordinates(mesh: Any, rank: Any, api_name: str) -> dict[str, int]:
     """Find a rank's coordinate on each axis, the last of which varies fastest, as in a DeviceMesh."""
     expected = 'mesh to be a mapping from names of axes to whole numbers of ranks from 1, such as {"shard": 4096}'
-    expect(_is_mesh_shape(mesh), api_name, expected, f"{mesh!r:.100}")
+    is_shape = isinstance(mesh, Mapping) and len(mesh) > 0
+    is_shape = is_shape and all(isinstance(name, str) and type(size) is int and size > 0 for name, size in mesh.items())
+    expect(is_shape, api_name, expected, f"{mesh!r:.100}")
     ranks = math.prod(mesh.values())
     expected = f"rank to be a whole number from 0 to {ranks - 1} for the mesh {dict(mesh)}"
     expect(type(rank) is int and 0 <= rank < ranks, api_name, expected, f"{rank!r:.40}")
@@ -180,13 +182,6 @@ def _find_coordinates(mesh: Any, rank: Any, api_name: str) -> dict[str, int]:
     for name, size in reversed(list(mesh.items())):
         rank, coordinates[name] = divmod(rank, size)
     return coordinates
-
-
-def _is_mesh_shape(mesh: Any) -> bool:
-    """Whether a value names axes and says how many ranks each has."""
-    if not isinstance(mesh, Mapping) or not mesh:
-        return False
-    return all(isinstance(name, str) and type(size) is int and size > 0 for name, size in mesh.items())
 
 
 def _check_axes(flat: Any, mesh: Mapping[str, int], api_name: str) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch.fx import Node
 
 from fshard.ext.plan.report import Rates, count_flops
-from fshard.extend import StepGraph, graph_nodes
+from fshard.extend import StepGraph, flatten, graph_nodes
 
 # Seconds of the host for one message to a rank and one from a rank, which `benchmarks/agreement.py` measures.
 ROUND_SECONDS = 2.5e-5
@@ -68,6 +68,5 @@ def estimate_operator(node: Node, rates: Rates) -> float:
 
 
 def _count_bytes(node: Node) -> int:
-    value = node.meta.get("val")
-    values = value if isinstance(value, list | tuple) else [value]
+    values = flatten(node.meta.get("val")).leaves
     return sum(part.nbytes for part in values if isinstance(part, torch.Tensor))
