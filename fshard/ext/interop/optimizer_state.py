@@ -201,13 +201,11 @@ def fill_groups(label: str, opt_state: Any, optimizer: torch.optim.Optimizer, na
     owner_sets = _owners_of_states(opt_state, names)
     for group in groups:
         members = [names[number] for number in group["params"]]
-        states = [state for state, owners in owner_sets if not owners.isdisjoint(members)]
-        numbers: dict[str, set[float]] = {}
-        for state in states:
-            for name in group.keys() & state.hyper.keys():
-                numbers.setdefault(name, set()).add(float(state.hyper[name]))
-        for name in numbers:
-            group[name] = _one_number(label, name, numbers[name])
+        hypers = [state.hyper for state, owners in owner_sets if not owners.isdisjoint(members)]
+        for name in group:
+            numbers = {float(hyper[name]) for hyper in hypers if name in hyper}
+            if numbers:
+                group[name] = _one_number(label, name, numbers)
     return groups
 
 
@@ -238,11 +236,12 @@ def rebuild_state(
         else:
             read[key] = leaf
     loaded = kept | exchange.read(read, {key: [entry] for key, entry in entries.items()}, remedy)
-    owner_sets = _owners_of_states(like, hypers)
+    # `each` visits the states in the same order.
+    owner_sets = iter(_owners_of_states(like, hypers))
 
     def rebuild(state: TorchState) -> TorchState:
         count = _count_updates(exchange, state, loaded) if updates is None else updates
-        owners = next(owners for other, owners in owner_sets if other is state)
+        _, owners = next(owner_sets)
         slots = {}
         for slot, tree in state.slots.items():
             # The other leaves of the tree are None, because another part of a partition has their state.
@@ -280,10 +279,11 @@ def _rebuild_hyper(label: str, state: TorchState, owners: Iterable[str], hypers:
         numbers = set()
         for owner in owners:
             number = hypers.get(owner, {}).get(name)
-            is_number = number is None or isinstance(number, Real) or (is_full(number) and number.numel() == 1)
+            if number is None:
+                continue
+            is_number = isinstance(number, Real) or (is_full(number) and number.numel() == 1)
             expect(is_number, label, f"{name} of a group of parameters to be a number", describe(number))
-            if number is not None:
-                numbers.add(float(number))
+            numbers.add(float(number))
         hyper[name] = torch.full_like(old, _one_number(label, name, numbers)) if numbers else old.clone()
     return hyper
 

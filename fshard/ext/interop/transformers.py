@@ -54,7 +54,7 @@ class PlannedTensor(torch.Tensor):
             return out
         has_several = isinstance(out, tuple | list)
         results = out if has_several else [out]
-        operands = _planned_in((args, kwargs))
+        operands = [leaf for leaf in fs.tree_leaves((args, kwargs)) if isinstance(leaf, PlannedTensor)]
         written = set(map(id, operands)).intersection(map(id, results))
         if out is None or written:
             name = getattr(func, "__name__", func)
@@ -84,10 +84,6 @@ def _read_result(func: Any, args: Any, kwargs: Any, position: int | None, box: B
         result = result[position]
     whole: torch.Tensor = result
     return whole[box]
-
-
-def _planned_in(tree: Any) -> list[PlannedTensor]:
-    return [leaf for leaf in fs.tree_leaves(tree) if isinstance(leaf, PlannedTensor)]
 
 
 def _value_of(leaf: Any) -> Any:

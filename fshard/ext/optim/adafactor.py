@@ -8,10 +8,9 @@ import torch
 
 import fshard as fs
 from fshard.ext.optim.leaves import (
-    add_multiple,
     check_real,
-    is_set,
     leafwise,
+    make_step,
     map_gradients,
     share_out,
     stack_counts,
@@ -204,11 +203,6 @@ def adafactor(
     least_square, least_size = eps
     scaling = scale_by_factored_rms(beta2_decay, least_square, reduction_order=reduction_order)
 
-    def move(step: torch.Tensor, param: torch.Tensor, factor: Any, shrinkage: Any) -> Any:
-        if is_set(weight_decay):
-            param = param * shrinkage
-        return [add_multiple(param, step, factor)]
-
     def update(grads: Any, state: AdafactorState, params: Any) -> tuple[Any, Any]:
         steps, new_state = scaling.update(grads, state, params)
         rate = torch.as_tensor(read_rate(lr, state.updates), dtype=torch.float64)
@@ -223,7 +217,9 @@ def adafactor(
         counts = stack_counts(new_state.counts, grads, (param_norms, rate))[:, 0]
         rates = (param_norms / root).clamp(min=least_size) * torch.minimum(rate, counts.rsqrt())
         factors = -rates / (step_norms / (root * d)).clamp(min=1.0)
-        (params,) = leafwise(move, steps, [params], [share_out(factors, steps)], (1 - rate * weight_decay,))
+        (params,) = leafwise(
+            make_step(weight_decay), steps, [params], [share_out(factors, steps)], (1 - rate * weight_decay,)
+        )
         return params, new_state
 
     return fs.Optimizer(scaling.init, update)

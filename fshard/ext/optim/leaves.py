@@ -113,6 +113,17 @@ def add_multiple(tensor: torch.Tensor, other: torch.Tensor, factor: Any) -> torc
     return tensor.add(other, alpha=factor)
 
 
+def make_step(decay: Any) -> Math:
+    """Make the math of a step: shrink a parameter if there may be a decay, and add a multiple of what it steps by."""
+
+    def step(grad: torch.Tensor, param: torch.Tensor, factor: Any, shrinkage: Any) -> tuple[torch.Tensor]:
+        if is_set(decay):
+            param = param * shrinkage
+        return (add_multiple(param, grad, factor),)
+
+    return step
+
+
 def leafwise(
     f: Math,
     grads: Any,

@@ -15,6 +15,7 @@ from fshard.ext.optim.leaves import (
     make_bound,
     make_stateful,
     make_stateless,
+    make_step,
     map_gradients,
     share_out,
 )
@@ -444,15 +445,10 @@ def _make_descent(lr: Rate, decay: Number = 0.0) -> fs.Optimizer:
         check_floating("sgd", flatten(params))
         return DescentState(zero())
 
-    def step(grad: torch.Tensor, param: torch.Tensor, factor: Any, shrinkage: Any) -> Any:
-        if is_set(decay):
-            param = param * shrinkage
-        return [add_multiple(param, grad, factor)]
-
     def update(grads: Any, state: DescentState, params: Any) -> tuple[Any, Any]:
         rate = read_rate(lr, state.updates)
         # A product, because a tensor without a sign has no negative.
-        (params,) = leafwise(step, grads, [params], numbers=(-1.0 * rate, 1 - rate * decay))
+        (params,) = leafwise(make_step(decay), grads, [params], numbers=(-1.0 * rate, 1 - rate * decay))
         return params, DescentState(state.updates + 1)
 
     return fs.Optimizer(init, update)
