@@ -148,8 +148,11 @@ def _find_cause(operations: Operations, node: Node, operands: Mapping[Node, Any]
 
 def _find_place(operations: Operations, spec: Spec) -> list[int]:
     """Find the rank's coordinates on the axes whose ranks may hold other values of a leaf."""
-    axes = [axis for axis in operations.axes if axis not in spec.axes or spec.dim_of(axis) is not None]
-    return list(map(comm.rank, axes))
+    place = []
+    for axis in operations.axes:
+        if axis not in spec.axes or spec.dim_of(axis) is not None:
+            place.append(comm.rank(axis))
+    return place
 
 
 def _digest(tensors: Sequence[torch.Tensor]) -> str:

@@ -207,10 +207,10 @@ def assert_matches_ddp(
     group = resolve_process_group(ranks.group_name)
     reference = DistributedDataParallel(copy.deepcopy(module), process_group=group, find_unused_parameters=True)
     torch_optimizer = optimizer(reference.parameters())
-    initial = {name: buffer.detach().clone() for name, buffer in named_buffers(module)}
+    initial = _copy_tensors(named_buffers(module))
     for step, batch in enumerate(batches):
         loss = loss_fn(reference, batch)
-        before = {name: parameter.detach().clone() for name, parameter in named_parameters(reference.module)}
+        before = _copy_tensors(named_parameters(reference.module))
         expected = _step_of_ddp(reference, torch_optimizer, loss, group)
         state_before = state
         state, objective = train_step(state, batch)
@@ -316,11 +316,15 @@ def _step_of_ddp(
     optimizer.step()
     mean = loss.detach().clone()
     dist.all_reduce(mean, group=group)
-    buffers = {name: buffer.detach().clone() for name, buffer in named_buffers(reference.module)}
+    buffers = _copy_tensors(named_buffers(reference.module))
     for buffer in buffers.values():
         dist.broadcast(buffer, group=group, group_src=0)
     params = {name: parameter.detach() for name, parameter in named_parameters(reference.module)}
     return {"loss": mean / dist.get_world_size(group), "params": params, "buffers": buffers}
+
+
+def _copy_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in named_tensors}
 
 
 def refuse_on_all_ranks(
