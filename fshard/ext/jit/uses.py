@@ -105,7 +105,7 @@ def _find_known_uses(graph: Any, args: Any) -> dict[Node, str]:
             uses[node] = use
     tensors = (Sharded, torch.Tensor)
     inputs = [use or "inputs" for use, leaf in _list_uses(args) if isinstance(leaf, tensors)]
-    uses |= zip(graph.module.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    uses |= zip(graph_nodes.find_inputs(graph.module.graph), inputs, strict=True)
     return uses
 
 

@@ -122,10 +122,10 @@ def _compare_versions(first: Operations, second: Operations, bound: float) -> Di
     surplus_first = _list_surplus(names_first, names_second)
     surplus_second = _list_surplus(names_second, names_first)
     of_ranks = second.gather([rows, surplus_first, surplus_second])
-    largest: dict[tuple[str, str], float] = {}
+    largest = defaultdict[tuple[str, str], float](float)
     for rows_of_rank, *_ in of_ranks:
         for phase, place, size in rows_of_rank:
-            largest[phase, place] = max(size, largest.get((phase, place), 0.0))
+            largest[phase, place] = max(size, largest[phase, place])
     ranked = sorted(largest.items(), key=lambda entry: -entry[1])
     growth = {place: size for place, size in largest.items() if place[0] != _RESULT}
     leaves = {path: size for (phase, path), size in ranked if phase == _RESULT and size > bound}

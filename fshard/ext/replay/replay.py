@@ -182,7 +182,8 @@ def _describe(
 def _list_ranges(operations: Operations, values: Mapping[Node, Any]) -> list[str]:
     lines = []
     for node, value in values.items():
-        lines += [f"{operations.name(node)}: {_describe_range(tensor)}" for tensor in tensors_in(value)]
+        for tensor in tensors_in(value):
+            lines.append(f"{operations.name(node)}: {_describe_range(tensor)}")
     return lines
 
 
