@@ -141,9 +141,14 @@ def _measure_arguments(nodes: Iterable[Node]) -> dict[Hashable, int]:
         tensor = node.meta.get("val")
         if node.op == "placeholder" and isinstance(tensor, torch.Tensor) and tensor.numel():
             first = int(tensor.storage_offset())
-            length = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-            ends[_compat.storage_key(tensor)] += [first * tensor.itemsize, (first + length) * tensor.itemsize]
+            end = first + measure_span(tensor)
+            ends[_compat.storage_key(tensor)] += [first * tensor.itemsize, end * tensor.itemsize]
     return {key: max(numbers) - min(numbers) for key, numbers in ends.items()}
+
+
+def measure_span(tensor: torch.Tensor) -> int:
+    """Count the elements of memory from the first one of a tensor to its last one."""
+    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _find_aliased_source(node: Node) -> Node | None:

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from fshard import _compat, random
 from fshard.collectives import TracedUsage
 from fshard.engine import Started
 from fshard.errors import is_users_file
+from fshard.jit.nodes import measure_span
 from fshard.tree import (
     Exact,
     Flat,
@@ -135,19 +137,25 @@ def trace(flat: Flat, f: Callable[..., Any], usage: TracedUsage | None = None) -
 def _make_examples(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     """Return the tensors to trace with, by the ids of arguments: no part of autograd's graph and no views of others.
 
-    What lies before the arguments in their memory, such as the rows of other ranks, is left out. Without values, torch
+    What lies around the arguments in their memory, such as the rows of other ranks, is left out. Without values, torch
     forgets it in tangents, and forward mode would fail on some ranks only.
     """
-    plain = [x for x in tensors if type(x) is torch.Tensor and x.layout is torch.strided]
-    starts: dict[int, int] = {}
-    for x in plain:
-        key = _compat.storage_key(x)
-        offset = int(x.storage_offset())
-        starts[key] = min(offset, starts.get(key, offset))
     examples = {id(x): x.detach() if type(x) is torch.Tensor else x for x in tensors}
-    for x in plain:
-        offset = int(x.storage_offset()) - starts[_compat.storage_key(x)]
-        examples[id(x)] = x.as_strided(x.shape, x.stride(), offset).detach()
+    # By the memory that they lie in; where it is empty or freed, nothing is left out.
+    neighbors = defaultdict[int, list[torch.Tensor]](list)
+    for x in tensors:
+        if type(x) is torch.Tensor and x.layout is torch.strided and x.numel() and x.untyped_storage().nbytes():
+            neighbors[_compat.storage_key(x)].append(x)
+    for group in neighbors.values():
+        # In bytes: they may have several dtypes.
+        widest = max(x.itemsize for x in group)
+        start = min(int(x.storage_offset()) * x.itemsize for x in group) // widest * widest
+        end = max((int(x.storage_offset()) + measure_span(x)) * x.itemsize for x in group)
+        memory = group[0].untyped_storage()[start:end]
+        for x in group:
+            offset = int(x.storage_offset()) - start // x.itemsize
+            # In a tensor of its own: a write to x would be counted otherwise.
+            examples[id(x)] = x.data.set_(memory, offset, x.shape, x.stride())
     return examples
 
 
