@@ -88,8 +88,8 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = N
             entries[path] = fingerprint(leaf, spec)
         specs.append(spec)
     # Ranks compare before any of them refuses its tree: a tree may be wrong on one rank alone.
-    difference = comm.find_disagreement(entries, layout_axes(transform), "shard")
-    refuse("shard: ranks hold different trees", [difference] if difference else [], SAME_TREE)
+    differences = comm.find_disagreement(entries, layout_axes(transform), "shard")
+    refuse("shard: ranks hold different trees", differences, SAME_TREE)
     refuse_donated("shard", flat)
     refuse("shard: leaves cannot be sharded", layouts.problems, remedy)
     shards = []

@@ -263,13 +263,12 @@ def check_same_step(api_name: str, given: Tree) -> None:
             if is_count and (path == ".step" or not is_owned):
                 counts[f"{name}{path}"] = str(int(leaf))
     label = comm.Label(comm.Verb.AGREE, ("step of states",))
-    difference = comm.find_disagreement(counts, axes, label)
-    if difference:
-        remedy = (
-            "take the state of the smaller step on every rank, which the others had before their last one, or restore "
-            "the last checkpoint on every rank"
-        )
-        refuse(f"{api_name}: ranks hold states of different steps", [difference], remedy)
+    differences = comm.find_disagreement(counts, axes, label)
+    remedy = (
+        "take the state of the smaller step on every rank, which the others had before their last one, or restore the "
+        "last checkpoint on every rank"
+    )
+    refuse(f"{api_name}: ranks hold states of different steps", differences, remedy)
     rank_state.compared.add(flat.treedef)
 
 

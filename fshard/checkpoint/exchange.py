@@ -105,9 +105,8 @@ class Exchange:
 
     def check_agreement(self, entries: Mapping[str, str], headline: str, remedy: str) -> None:
         """Refuse on every rank entries that differ between ranks."""
-        difference = comm.find_disagreement(entries, [self.ranks], self.label)
-        if difference:
-            refuse(f"{self.label}: {headline}", [difference], remedy)
+        differences = comm.find_disagreement(entries, [self.ranks], self.label)
+        refuse(f"{self.label}: {headline}", differences, remedy)
 
     def path(self, name: str, path: Any) -> Path:
         """Return the absolute path of a file or a directory, and refuse an argument that is none."""

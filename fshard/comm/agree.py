@@ -22,7 +22,7 @@ from fshard.comm.collective import Caller, rank, supports_cpu_messages
 from fshard.comm.events import Label, Verb, make_label
 from fshard.comm.failure import CollectiveError, all_fail, ask_store, describe_failure, notify_peers, report_at_once
 from fshard.comm.groups import RankState, rank_state
-from fshard.errors import Problem, leaf_error
+from fshard.errors import Problem, refuse
 from fshard.tree import Axis, Flat, flatten, is_sharded
 from fshard.tree.checks import is_reachable
 
@@ -81,8 +81,8 @@ def check_same_call(api_name: str, axes: Sequence[Axis], flat: Flat, **arguments
     """
     if _compat.is_tracing():
         ops.record_facts(_facts_of_tree(api_name, flat, arguments))
-    elif compared := _choose_axes(axes):
-        _compare_call(api_name, dict.fromkeys(compared, _facts_of_tree(api_name, flat, arguments)))
+    elif _choose_axes(axes):
+        check_same_facts(api_name, dict.fromkeys(axes, _facts_of_tree(api_name, flat, arguments)))
 
 
 def check_same_facts(api_name: str, facts: Mapping[Axis, str], failure_text: str = "") -> None:
@@ -98,8 +98,20 @@ def check_same_facts(api_name: str, facts: Mapping[Axis, str], failure_text: str
         ValueError: on every rank, if ranks make different calls.
         CollectiveError: if a rank failed.
     """
-    if compared := {axis: facts[axis] for axis in _choose_axes(facts)}:
-        _compare_call(api_name, compared, failure_text)
+    facts = {axis: facts[axis] for axis in _choose_axes(facts)}
+    if not facts:
+        return
+    rank_state().has_begun = True
+    pair = _find_differing_facts(facts, Label(Verb.START, (api_name,)), failure_text)
+    if not pair:
+        return
+    if not pair[0].is_ready:
+        text = f"{pair[0].text}\nTo fix: correct the error above. {api_name} has not sent any data."
+        if not failure_text:
+            report_at_once(text)
+        raise CollectiveError(text)
+    remedy = "make the same calls in the same order on every rank, with equal strategies, dtypes and arguments"
+    refuse(f"{api_name}: ranks make different calls", _find_first_difference(*pair), remedy)
 
 
 def _choose_axes(axes: Iterable[Axis]) -> Sequence[Axis]:
@@ -120,23 +132,7 @@ def _facts_of_tree(api_name: str, flat: Flat, arguments: Mapping[str, Any]) -> s
     return _write_facts(((VERB, api_name), *texts), paths, specs, dtypes)
 
 
-def _compare_call(api_name: str, facts: Mapping[Axis, str], failure_text: str = "") -> None:
-    """Compare facts over their axes; raise the failure of a rank, or the first difference, on every rank."""
-    rank_state().has_begun = True
-    pair = _find_differing_facts(facts, Label(Verb.START, (api_name,)), failure_text)
-    if not pair:
-        return
-    if not pair[0].is_ready:
-        text = f"{pair[0].text}\nTo fix: correct the error above. {api_name} has not sent any data."
-        if not failure_text:
-            report_at_once(text)
-        raise CollectiveError(text)
-    if difference := _find_first_difference(*pair):
-        remedy = "make the same calls in the same order on every rank, with equal strategies, dtypes and arguments"
-        raise leaf_error(f"{api_name}: ranks make different calls", [difference], remedy)
-
-
-def find_disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: Caller) -> Problem | None:
+def find_disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: Caller) -> list[Problem]:
     """Compare named entries between all ranks of some axes.
 
     Args:
@@ -145,12 +141,12 @@ def find_disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: C
         label: The name of the caller, for the recorder.
 
     Returns:
-        None if all ranks agree, else the first entry that differs. It is the same on every rank, and all of them must
-        end the running call with it.
+        Nothing if all ranks agree, else the first entry that differs. It is the same on every rank, and all of them
+        must end the running call with it.
     """
     facts = dict.fromkeys(axes, json.dumps(dict(entries)))
     pair = _find_differing_facts(facts, make_label(label))
-    return _find_first_difference(*pair) if pair else None
+    return _find_first_difference(*pair) if pair else []
 
 
 class _FactsOfRank(NamedTuple):
@@ -224,8 +220,8 @@ def _merge_digests(number: int, known: bytes, other: bytes) -> bytes:
     return bytes([min(known[0], other[0], number)]) + bytes(DIGEST_BYTES - 1)
 
 
-def _find_first_difference(first: _FactsOfRank, other: _FactsOfRank) -> Problem | None:
-    """Find the first entry that one of two ranks lacks, or that differs between them.
+def _find_first_difference(first: _FactsOfRank, other: _FactsOfRank) -> list[Problem]:
+    """Find the first entry that one of two ranks lacks, or that differs between them, if there is one.
 
     The verb comes first, then entries that one rank lacks. The order of entries comes last: ranks send leaves in it.
     """
@@ -240,8 +236,8 @@ def _find_first_difference(first: _FactsOfRank, other: _FactsOfRank) -> Problem 
         for got_line, expected_line in itertools.zip_longest(*lines, fillvalue="nothing"):
             if got_line != expected_line:
                 got_text = f"{got_line} on the rank at {other.place}"
-                return Problem(name, got_text, f"{expected_line} as on the rank at {first.place}")
-    return None
+                return [Problem(name, got_text, f"{expected_line} as on the rank at {first.place}")]
+    return []
 
 
 def all_gather_object(value: Any, axes: Sequence[Axis], label: Caller) -> list[Any]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fshard import _compat
-from fshard.comm.failure import FailureWatcher, ask_store, make_error, notify_peers, read_note
+from fshard.comm.failure import FailureWatcher, ask_store, notify_peers, read_note
 from fshard.comm.groups import ChainEntry, Group, PendingCollective, RankState
 from fshard.comm.links import list_peers, swap_in_rounds
 from fshard.comm.meeting import Meeting
@@ -68,8 +68,7 @@ def _meet(state: RankState, group: Group) -> Iterator[Meeting]:
     def look() -> None:
         """End with the others if one of them has failed elsewhere: it does not come here any more."""
         if note := ask_store(lambda: read_note(state.board)):
-            notify_peers(state, note)
-            raise make_error(state)
+            raise notify_peers(state, note)
 
     with meeting:
         meeting.peers = list_peers(state.rank, group.ranks)
@@ -105,4 +104,4 @@ def _connect(state: RankState, group: Group, meeting: Meeting, *, of_processors:
 def _wait_for_all(state: RankState, groups: Sequence[Group]) -> None:
     """Wait until all ranks of groups are connected: one that goes on takes those that fail for ranks that ended."""
     for group in groups:
-        swap_in_rounds(PendingCollective(None, state, group, ChainEntry(0, 0, "")), b"", max)
+        swap_in_rounds(PendingCollective(None, state, group, ChainEntry()), b"", max)

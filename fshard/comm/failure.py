@@ -236,10 +236,15 @@ def linger(store: Any, board: Any, rank: int, others: Sequence[int]) -> None:
         ask_store(lambda: board.check(keys), LINGER_TIME)
 
 
-def notify_peers(state: RankState, text: str) -> None:
-    """Break this rank's groups: leave a note, end the connections, and linger until all others have read it."""
+def notify_peers(state: RankState, text: str) -> CollectiveError:
+    """Break this rank's groups: leave a note, end the connections, and linger until all others have read it.
+
+    Returns:
+        The error of the groups, for a caller that has no other one.
+    """
     state.failure = cut_connections(state, text)
     linger(state.store, state.board, state.rank, state.others)
+    return make_error(state)
 
 
 def cut_connections(state: RankState, text: str) -> str:

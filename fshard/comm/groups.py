@@ -32,9 +32,9 @@ class ChainEntry(NamedTuple):
         receives: For each rank the rows that it sends here.
     """
 
-    number: int
-    chain_hash: int
-    text: str
+    number: int = 0
+    chain_hash: int = 0
+    text: str = ""
     place: int = 0
     sends: Sequence[int] = ()
     receives: Sequence[int] = ()
@@ -65,7 +65,7 @@ class Group:
     local_rank: int
     pair: Any
     timeout: float
-    chain: deque[ChainEntry] = field(default_factory=lambda: deque([ChainEntry(0, 0, "")], KEPT_ENTRIES))
+    chain: deque[ChainEntry] = field(default_factory=lambda: deque([ChainEntry()], KEPT_ENTRIES))
     links: Any = None
     receives: Sequence[Any] = ()
     device: Any = "cpu"

@@ -86,8 +86,9 @@ def _issue(op: str, shapes: Shapes, arguments: OperatorArguments) -> PendingColl
         raise make_error(state)
     if state.call and not _compat.thread_object(CALL_KEY):
         # Ranks would start the collectives of two threads in different orders.
-        notify_peers(state, f"rank {state.rank} calls fshard from two threads at once, one of them in {state.call}")
-        raise make_error(state)
+        raise notify_peers(
+            state, f"rank {state.rank} calls fshard from two threads at once, one of them in {state.call}"
+        )
     if arguments.group not in state.groups:
         connect_groups(state, [arguments.group])
     group = state.groups[arguments.group]

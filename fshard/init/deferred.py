@@ -127,8 +127,7 @@ def may_skip_drawing(module: nn.Module) -> bool:
 
 def _check_agreement(facts: Mapping[str, str], axes: Sequence[Axis], misfits: Sequence[Problem]) -> None:
     """Refuse, on every rank, trees that differ between ranks or do not fit the transform."""
-    difference = comm.find_disagreement(facts, axes, "shard")
-    refuse("shard: ranks hold different trees", [difference] if difference else [], SAME_TREE)
+    refuse("shard: ranks hold different trees", comm.find_disagreement(facts, axes, "shard"), SAME_TREE)
     refuse("shard: leaves cannot be sharded", misfits, "pass full tensors whose shapes fit the strategy")
 
 
