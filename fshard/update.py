@@ -324,8 +324,8 @@ def _take_over(state: TrainState) -> dict[str, Tree]:
     is_taken = list(map(is_tensor, flat.tensors))
     if _compat.transforms_active() or any(spec.frozen for spec in flat.specs):
         # A value that a transform of torch.func has wrapped ends with it.
-        rows = zip(flat.leaves, flat.tensors, is_taken, strict=True)
-        is_taken = [takes and is_trained(leaf) and not _compat.is_transformed(value) for leaf, value, takes in rows]
+        rows = zip(flat.leaves, flat.tensors, strict=True)
+        is_taken = [is_tensor(x) and is_trained(leaf) and not _compat.is_transformed(x) for leaf, x in rows]
     leaves = list(itertools.compress(flat.leaves, is_taken))
     tensors = list(itertools.compress(flat.tensors, is_taken))
     # Tensors of fs.gather, for example, share the memory of a leaf, and keep their values.

@@ -212,7 +212,9 @@ class _Differentiation:
         observe = OBSERVED.get()
         if observe is not None:
             observe(self.functions, flat, self.axes, self.options)
-        if self._needs_torch_func():
+        tensors = [tensor for tensor in flat.tensors if tensor is not None]
+        # The result has to be differentiable itself, or there is nothing to gather.
+        if is_differentiated(tensors) or not flat.specs:
             objective, auxes, by_leaf = self._differentiate_by_torch_func()
         else:
             objective, auxes, by_leaf = self._differentiate_by_engine()
@@ -230,11 +232,6 @@ class _Differentiation:
         if self.options.transform_state is ABSENT:
             return objective, auxes, grads
         return objective, auxes, grads, join_states(flat, self.states)
-
-    def _needs_torch_func(self) -> bool:
-        """Tell whether the result has to be differentiable itself, or there is nothing to gather."""
-        tensors = [tensor for tensor in self.flat.tensors if tensor is not None]
-        return is_differentiated(tensors) or not self.flat.specs
 
     def _facts(self) -> dict[str, Any]:
         """List what ranks must agree on before they communicate, by name."""

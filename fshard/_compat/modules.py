@@ -58,8 +58,7 @@ def _property_of(cls: type, name: str, read: Callable[[torch.nn.Module, str], to
 
 def compute_parametrized(module: torch.nn.Module, name: str) -> torch.Tensor:
     """Compute a parametrized tensor of a module, past torch's cache. Checked on 2.13."""
-    tensor: torch.Tensor = module.parametrizations[name]()  # type: ignore[index, operator]
-    return tensor
+    return module.parametrizations[name]()  # type: ignore[index, operator]
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

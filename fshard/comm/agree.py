@@ -285,8 +285,7 @@ def merge_objects(
     for axis in _axes_to_ask(axes):
         known = recorder.spread(known, functools.partial(_merge_json, merge), axis, label, parts)
     # One rank sees what several would.
-    merged: T = json.loads(known)
-    return merged
+    return json.loads(known)
 
 
 def _merge_json(merge: Callable[[Any, Any], Any], known: bytes, other: bytes) -> bytes:

@@ -130,7 +130,7 @@ def spread(known: bytes, merge: Merge, axis: Axis, label: Label, parts: str) -> 
     issued.left = 1
     _notify_watchers(issued, "started")
     _notify_watchers(issued, "waits")
-    union: bytes = _run_waiting(issued, "", swap_in_rounds, issued, known, merge)
+    union = _run_waiting(issued, "", swap_in_rounds, issued, known, merge)
     _notify_watchers(issued, "landed")
     return union
 
@@ -193,7 +193,7 @@ def finish(buffer: torch.Tensor) -> torch.Tensor:
         return _compat.WAIT_TENSOR(buffer)
     issued.state.in_flight.pop(id(buffer), None)
     _notify_watchers(issued, "waits")
-    result: torch.Tensor = _run_waiting(issued, " wait", _land, issued, buffer)
+    result = _run_waiting(issued, " wait", _land, issued, buffer)
     issued.left -= 1
     _notify_watchers(issued, "landed")
     _compat.wait_until_released(buffer.__dict__.pop("under_way", ()))

@@ -96,11 +96,13 @@ class SavedTensorHooks:
         is_ordinary = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
         if is_ordinary and not _compat.is_transformed(tensor):
             watched = self.watched_storages.get(_compat.storage_key(tensor))
-        if watched is None or (watched.dtype, watched.tensor_type) != (tensor.dtype, type(tensor)):
-            return tensor, _compat.version(tensor)
         # A node that is made after another unit opened runs before the backward gathers this unit again. A handle
         # would make this rank gather alone.
-        if watched.gathered.is_closed:
+        if (
+            watched is None
+            or (watched.dtype, watched.tensor_type) != (tensor.dtype, type(tensor))
+            or watched.gathered.is_closed
+        ):
             return tensor, _compat.version(tensor)
         return Handle(
             gathered=watched.gathered,

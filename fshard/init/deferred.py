@@ -60,11 +60,13 @@ def init(
     expect(mode in ("replay", "counter"), "model.init", 'mode to be "replay" or "counter"', repr(mode))
     check_arguments("model.init", SEED, seed=seed)
     params = dict(_compat.named_parameters(module))
-    specs, misfits = _lay_out(params, transform)
+    specs, facts, misfits = _lay_out(params, transform)
     root_problems = [] if reset else _find_undrawn_root(module)
-    facts = _describe_leaves(params, specs)
     shards: dict[str, Sharded] = {}
-    before = _buffers_to_draw_with(module)
+    # The module's buffers, and blank ones in the places of those on the meta device.
+    before = {}
+    for name, buffer in _compat.named_buffers(module):
+        before[name] = blank_like(buffer) if buffer.is_meta else buffer.clone()
     after = dict(before)
     if not misfits and not root_problems:
         draw = replay if mode == "replay" else find_in_extensions("draw_by_counter")
@@ -99,8 +101,7 @@ def init_abstract(module: nn.Module, transform: ShardTransform) -> dict[str, Sha
         ValueError: on every rank, if ranks hold different trees, or a shape does not fit the transform.
     """
     params = dict(_compat.named_parameters(module))
-    specs, misfits = _lay_out(params, transform)
-    facts = _describe_leaves(params, specs)
+    specs, facts, misfits = _lay_out(params, transform)
     _check_agreement(facts, layout_axes(transform), misfits)
     leaves = {}
     for name, leaf in params.items():
@@ -108,14 +109,6 @@ def init_abstract(module: nn.Module, transform: ShardTransform) -> dict[str, Sha
         local = torch.empty(spec.local_shape, dtype=leaf.dtype, device="meta")
         leaves[name] = Sharded(local, spec)
     return leaves
-
-
-def _describe_leaves(params: Mapping[str, torch.Tensor], specs: Mapping[str, Spec]) -> dict[str, str]:
-    """Write what ranks compare of each leaf before it has values, by its path."""
-    facts = {}
-    for name, leaf in params.items():
-        facts[f"[{name!r}]"] = fingerprint(leaf, specs[name], "without values")
-    return facts
 
 
 def may_skip_drawing(module: nn.Module) -> bool:
@@ -131,14 +124,6 @@ def _check_agreement(facts: Mapping[str, str], axes: Sequence[Axis], misfits: Se
     refuse("shard: leaves cannot be sharded", misfits, "pass full tensors whose shapes fit the strategy")
 
 
-def _buffers_to_draw_with(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Copy a module's buffers, and make blank ones for those on the meta device."""
-    buffers = {}
-    for name, buffer in _compat.named_buffers(module):
-        buffers[name] = blank_like(buffer) if buffer.is_meta else buffer.clone()
-    return buffers
-
-
 def _find_undrawn(params: Iterable[str], shards: Mapping[str, Sharded], axes: Sequence[Axis]) -> list[Problem]:
     """List the parameters with elements that were not drawn, of which each rank sees those in its own shard."""
     is_missing_by_rank = comm.all_gather_object([name not in shards for name in params], axes, "shard")
@@ -150,9 +135,16 @@ def _find_undrawn(params: Iterable[str], shards: Mapping[str, Sharded], axes: Se
     return problems
 
 
-def _lay_out(params: Mapping[str, torch.Tensor], transform: ShardTransform) -> tuple[dict[str, Spec], list[Problem]]:
-    """Find the specs of parameters, and those that cannot be sharded."""
+def _lay_out(
+    params: Mapping[str, torch.Tensor], transform: ShardTransform
+) -> tuple[dict[str, Spec], dict[str, str], list[Problem]]:
+    """Find the specs of parameters, what ranks compare of each before it has values, and those that do not fit.
+
+    Returns:
+        The specs by name, the texts by path, and the problems of those that cannot be sharded.
+    """
     specs: dict[str, Spec] = {}
+    facts: dict[str, str] = {}
     layouts = Layouts("shard", transform, list(params), list(params.values()))
     for name, leaf in params.items():
         path = f"[{name!r}]"
@@ -162,7 +154,8 @@ def _lay_out(params: Mapping[str, torch.Tensor], transform: ShardTransform) -> t
             layouts.problems.append(Problem(path, *misfit))
         spec = Spec(tuple(leaf.shape), frozen=is_frozen(leaf))
         specs[name] = layouts.of(path, name, leaf, spec)
-    return specs, layouts.problems
+        facts[path] = fingerprint(leaf, specs[name], "without values")
+    return specs, facts, layouts.problems
 
 
 def _find_undrawn_root(module: nn.Module) -> list[Problem]:

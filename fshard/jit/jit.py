@@ -170,14 +170,8 @@ class Jitted:
         """
         return find_in_extensions("MemoryReport")(self, args, kwargs)
 
-    def _find_changes(self, signature: Signature, flat: Flat) -> dict[str, str]:
-        """Find what has changed since the last trace."""
-        earlier = next(reversed(self._programs), None)
-        return {} if earlier is None else find_changes(earlier, signature, flat.paths)
-
     def make_program(self, signature: Signature, flat: Flat) -> Program:
         """Trace the function for a signature that there is no program for."""
-        _refuse_changed_values(self._find_changes(signature, flat), flat)
         store = None
         if self.cache is not None:
             loaded, store = self.cache(self, signature, flat)
@@ -243,7 +237,9 @@ class Jitted:
         refuse_abstract("jit", flat)
         signature = complete_outline(outline, flat)
         if signature not in self._programs:
-            changes = self._find_changes(signature, flat)
+            earlier = next(reversed(self._programs), None)
+            changes = {} if earlier is None else find_changes(earlier, signature, flat.paths)
+            _refuse_changed_values(changes, flat)
             program = self.make_program(signature, flat)
             reason = "; ".join(f"{name} {change}" for name, change in changes.items()) or "the first call"
             run = prepare(program.traced.module, self.backend)

@@ -44,8 +44,7 @@ def pair_arguments(node: Node) -> list[tuple[_compat.Argument, Any]]:
 
 def find_values(node: Node) -> tuple[Any, Any]:
     """Return the arguments and the keywords of a node, with the values of other nodes in the place of these."""
-    values: Any = map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
-    return values
+    return map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
 
 
 def find_write_targets(node: Node) -> list[Node]:

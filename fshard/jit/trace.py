@@ -106,8 +106,7 @@ def trace(flat: Flat, f: Callable[..., Any], usage: TracedUsage | None = None) -
     flat = replace_abstract(flat)
     tensors = flat.tensors
     input_leaves = [i for i, tensor in enumerate(tensors) if isinstance(tensor, torch.Tensor)]
-    # A tensor that is given twice stays one object.
-    examples = _make_examples([x for x in tensors if isinstance(x, torch.Tensor)])
+    examples = _make_examples([tensors[i] for i in input_leaves])
     # A graph has the tensors of the result; its structure goes by this list.
     results: list[Flat] = []
 
@@ -117,7 +116,7 @@ def trace(flat: Flat, f: Callable[..., Any], usage: TracedUsage | None = None) -
 
     try:
         with _trace_alone():
-            module, tensors_read = _compat.make_graph_of(run, [examples[id(tensors[i])] for i in input_leaves])
+            module, tensors_read = _compat.make_graph_of(run, examples)
     except Exception as error:
         if not _compat.asks_for_values(error):
             raise
@@ -134,8 +133,8 @@ def trace(flat: Flat, f: Callable[..., Any], usage: TracedUsage | None = None) -
     return Traced(module, input_leaves, result.treedef, specs, captured)
 
 
-def _make_examples(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return the tensors to trace with, by the ids of arguments: no part of autograd's graph and no views of others.
+def _make_examples(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors to trace with: no part of autograd's graph, no views of others, and one for each object.
 
     What lies around the arguments in their memory, such as the rows of other ranks, is left out. Without values, torch
     forgets it in tangents, and forward mode would fail on some ranks only.
@@ -156,7 +155,7 @@ def _make_examples(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
             offset = int(x.storage_offset()) - start // x.itemsize
             # In a tensor of its own: a write to x would be counted otherwise.
             examples[id(x)] = x.data.set_(memory, offset, x.shape, x.stride())
-    return examples
+    return [examples[id(x)] for x in tensors]
 
 
 def _refuse_captures(captured: Sequence[torch.Tensor], result: Flat) -> None:
@@ -196,9 +195,8 @@ def _refuse_seed(seed: Any) -> None:
     raise ValueError("jit: later calls would not run torch.manual_seed. Give model.apply(..., key=...) a key.")
 
 
-def _replace_in_traces(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
+def _replace_in_traces(eager: Callable[..., Any], f: Callable[..., Any]) -> Callable[..., Any]:
     """Let a function take the place of torch's in this trace; other threads may call torch's meanwhile."""
-    eager = getattr(torch, name)
     return lambda *args, **kwargs: (f if _compat.is_tracing() else eager)(*args, **kwargs)
 
 
@@ -209,13 +207,12 @@ def _trace_alone() -> Iterator[None]:
     torch.utils.checkpoint reads and sets the state of torch's generator, to draw the same masks again. In a trace both
     become operators of the graph. A seed would be set in the trace alone.
     """
-    functions = {
-        "get_rng_state": random.random_state,
-        "set_rng_state": random.set_random_state,
-        "manual_seed": _refuse_seed,
-    }
-    replacements: Any = {name: _replace_in_traces(name, f) for name, f in functions.items()}
-    patched = patch.multiple(torch, **replacements)
+    patched = patch.multiple(
+        torch,
+        get_rng_state=_replace_in_traces(torch.get_rng_state, random.random_state),
+        set_rng_state=_replace_in_traces(torch.set_rng_state, random.set_random_state),
+        manual_seed=_replace_in_traces(torch.manual_seed, _refuse_seed),
+    )
     with TRACING, _compat.outside_modes(), count_writes(), patched:
         yield
 
