@@ -98,7 +98,7 @@ def _optimizer_content(
         flat[f"state.{name}.{slot}"] = leaf
         nested.setdefault(name, {})[slot] = leaf
     names = states.list_parameter_names(exchange, optimizer)
-    groups = states.fill_groups(exchange.label, opt_state, optimizer, names)
+    groups = states.fill_groups(exchange, opt_state, optimizer, names)
     for group in groups:
         group["params"] = [_name_of_fsdp2(names[number]) for number in group["params"]]
         for member in group["params"]:

@@ -34,6 +34,7 @@ class ModuleExchange(Exchange):
         saved: The names that a state dict has of each tensor, by the first.
         unsaved: The names of buffers that are not persistent.
         by_tensor: The first name of each tensor, by its id.
+        frozen: The first names of tensors that take no gradient.
     """
 
     def __init__(self, label: str, module: nn.Module | None = None) -> None:
@@ -53,6 +54,7 @@ class ModuleExchange(Exchange):
         self.first: dict[str, str] = {}
         self.saved: dict[str, list[str]] = {}
         self.by_tensor: dict[int, str] = {}
+        self.frozen: set[str] = set()
         in_state_dict = module.state_dict().keys()
         parameters = module.named_parameters(remove_duplicate=False)
         for name_with_wrappers, tensor in chain(parameters, module.named_buffers(remove_duplicate=False)):
@@ -60,6 +62,8 @@ class ModuleExchange(Exchange):
             first = self.by_tensor.setdefault(id(tensor), name)
             self.first[name] = first
             self.first[name_with_wrappers] = first
+            if not tensor.requires_grad:
+                self.frozen.add(first)
             if name in in_state_dict:
                 self.saved.setdefault(first, []).append(name)
 

@@ -73,7 +73,7 @@ def to_optimizer_state_dict(
     for key, tensor in full.items():
         parameter, slot = split_slot(key)
         state.setdefault(numbers[parameter], {})[slot] = tensor
-    groups = fill_groups(exchange.label, opt_state, optimizer, list(numbers))
+    groups = fill_groups(exchange, opt_state, optimizer, list(numbers))
     return {"state": dict(sorted(state.items())), "param_groups": groups}
 
 
@@ -114,13 +114,13 @@ def from_optimizer_state_dict(
     tensor(1)
     """
     exchange = ModuleExchange("checkpoint.from_optimizer_state_dict", module)
-    check_arguments(exchange.label, COUNT, updates=updates)
-    is_state_dict = isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys()
     expected = "state_dict to be the state dict of a torch optimizer, with state and param_groups"
-    expect(is_state_dict, exchange.label, expected, describe(state_dict))
-    names = dict(enumerate(list_parameter_names(exchange, optimizer)))
     hypers: dict[str, StateDict] = {}
     with exchange.raise_on_all_ranks():
+        check_arguments(exchange.label, COUNT, updates=updates)
+        is_state_dict = isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys()
+        expect(is_state_dict, exchange.label, expected, describe(state_dict))
+        names = dict(enumerate(list_parameter_names(exchange, optimizer)))
         try:
             entries = _entries_of(exchange.label, state_dict["state"], names)
             for group in state_dict["param_groups"]:
@@ -185,11 +185,13 @@ def split_slot(key: str) -> list[str]:
     return key.rsplit(".", 1)
 
 
-def fill_groups(label: str, opt_state: Any, optimizer: torch.optim.Optimizer, names: Sequence[str]) -> list[StateDict]:
+def fill_groups(
+    exchange: ModuleExchange, opt_state: Any, optimizer: torch.optim.Optimizer, names: Sequence[str]
+) -> list[StateDict]:
     """Return the parameter groups of a torch optimizer, with the numbers that a state holds for their parameters.
 
     Args:
-        label: The public function, for errors.
+        exchange: The exchange.
         opt_state: The state.
         optimizer: The torch optimizer.
         names: The names of its parameters.
@@ -198,14 +200,16 @@ def fill_groups(label: str, opt_state: Any, optimizer: torch.optim.Optimizer, na
         ValueError: if states have different numbers for the parameters of one group.
     """
     groups = optimizer.state_dict()["param_groups"]
-    owner_sets = _owners_of_states(opt_state, names)
+    owner_sets = _owners_of_states(exchange, opt_state, names)
     for group in groups:
         members = [names[number] for number in group["params"]]
-        hypers = [state.hyper for state, owners in owner_sets if not owners.isdisjoint(members)]
-        for name in group:
-            numbers = {float(hyper[name]) for hyper in hypers if name in hyper}
-            if numbers:
-                group[name] = _one_number(label, name, numbers)
+        states = [state for state, owners in owner_sets if not owners.isdisjoint(members)]
+        numbers: dict[str, set[float]] = {}
+        for state in states:
+            for name in group.keys() & state.hyper.keys():
+                numbers.setdefault(name, set()).add(float(state.hyper[name]))
+        for name in numbers:
+            group[name] = _one_number(exchange.label, name, numbers[name])
     return groups
 
 
@@ -222,7 +226,7 @@ def rebuild_state(
         updates: How many updates were made; None takes the class's own count.
 
     Raises:
-        ValueError: if the number of updates is not known.
+        ValueError: on every rank, if the number of updates is not known, or ranks read different states.
     """
     remedy = "pass the state of the same torch class and options, for the same module"
     leaves = collect_slots(exchange, like)
@@ -236,8 +240,7 @@ def rebuild_state(
         else:
             read[key] = leaf
     loaded = kept | exchange.read(read, {key: [entry] for key, entry in entries.items()}, remedy)
-    # `each` visits the states in the same order.
-    owner_sets = iter(_owners_of_states(like, hypers))
+    owner_sets = _owners_of_states(exchange, like, hypers)
 
     def rebuild(state: TorchState) -> TorchState:
         count = _count_updates(exchange, state, loaded) if updates is None else updates
@@ -257,7 +260,14 @@ def rebuild_state(
             counts=exchange.with_leaves(state.counts, counts),
         )
 
-    return TorchState.each(rebuild, like)
+    with exchange.raise_on_all_ranks():
+        rebuilt = TorchState.each(rebuild, like)
+    facts = {key: "no state" if key in kept else "state" for key in leaves}
+    for number, state in enumerate(list_states(rebuilt)):
+        facts[f"[{number}].updates"] = f"{int(state.updates)}"
+        facts |= {f"[{number}].hyper.{name}": f"{float(value)}" for name, value in state.hyper.items()}
+    exchange.check_agreement(facts, "ranks read different states", "pass the same state on every rank")
+    return rebuilt
 
 
 def _count_updates(exchange: ModuleExchange, state: TorchState, loaded: Mapping[str, torch.Tensor]) -> int:
@@ -296,14 +306,17 @@ def _one_number(label: str, name: str, numbers: set[float]) -> float:
     return next(iter(numbers))
 
 
-def _owners_of_states(opt_state: Any, names: Iterable[str]) -> list[tuple[TorchState, set[str]]]:
+def _owners_of_states(
+    exchange: ModuleExchange, opt_state: Any, names: Iterable[str]
+) -> list[tuple[TorchState, set[str]]]:
     """Pair the states that `from_torch` made with the names of their parameters.
 
-    A class that keeps no tensors does not say whose state this is, so it counts for all that no other state has.
+    A class that keeps no tensors does not say whose state this is, so it counts for all trained parameters that
+    no other state has.
     """
     states = list_states(opt_state)
     owner_sets = [{split_slot(key)[0] for key in _slots_of(state)} for state in states]
-    others = set(names).difference(*owner_sets)
+    others = set(names).difference(exchange.frozen, *owner_sets)
     return [(state, owners or others) for state, owners in zip(states, owner_sets, strict=True)]
 
 

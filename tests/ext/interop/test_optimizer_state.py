@@ -129,6 +129,21 @@ def test_numbers_of_groups_that_states_cannot_have():
     assert [group["lr"] for group in to_optimizer_state_dict(state, module, optimizer)["param_groups"]] == [0.25, 0.5]
 
 
+def test_frozen_parameters_have_no_say_in_numbers():
+    """A state without tensors counts for all trained parameters of no other state, and not for frozen ones."""
+    module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3))
+    module[0].weight.requires_grad_(False)
+    params = fs.functionalize(module).init(every_leaf(one_axis()))
+    biases, weights = ([layer.bias for layer in module], [layer.weight for layer in module])
+    optimizer = torch.optim.AdamW([{"params": weights, "lr": 2.0}, {"params": biases, "lr": 3.0}])
+    optimizer.state[module[1].weight] = {"step": torch.ones(()), "exp_avg": torch.ones(3, 2), "exp_avg_sq": weights[1]}
+    plain, adamw = (fs.from_torch(cls, lr=0.5, inject="lr") for cls in (torch.optim.SGD, torch.optim.AdamW))
+    like = fs.partition({"*bias": plain, "*": adamw}).init(params)
+    state = from_optimizer_state_dict(optimizer.state_dict(), like, module, optimizer, updates=1)
+    assert [part.hyper["lr"].item() for part in state] == [3.0, 2.0]
+    assert [group["lr"] for group in to_optimizer_state_dict(state, module, optimizer)["param_groups"]] == [2.0, 3.0]
+
+
 def test_a_parameter_that_never_had_a_gradient_has_no_state():
     module = nn.Linear(3, 2)
     params = {name: parameter.detach() for name, parameter in module.named_parameters()}
@@ -197,6 +212,41 @@ MALFORMED = (
     (change_group(lr="fast"), f"{NO_NUMBER}a str"),
     (change_group(lr=torch.ones(2)), f"{NO_NUMBER}a float32 Tensor"),
 )
+
+
+def drop_parameter(state_dict):
+    del state_dict["state"][0]
+
+
+def halve_rate(state_dict):
+    state_dict["param_groups"][0]["lr"] /= 2
+
+
+DIFFERENCES = {
+    "no state": (drop_parameter, "read different states\n.*weight.step: expected state as on .*, got no state on .*=1"),
+    "number": (halve_rate, r"read different states\n  \[0\].hyper.lr: expected 1.0 as on .*, got 0.5 on"),
+    "step": (change_state(step=torch.tensor(2.5)), "expected counts of updates from 0, got 2.5"),
+    "group": (change_group(lr="1"), "expected lr of a group of parameters to be a number, got a str"),
+    "no state dict": (dict.clear, "expected state_dict to be the state dict of a torch optimizer"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+@on_ranks(2)
+def test_a_state_dict_that_differs_on_one_rank_is_refused_on_all(name):
+    """Of a leaf that is split, no later check would find that one rank has the old values and another the new ones."""
+    change, text = DIFFERENCES[name]
+    module = nn.Linear(3, 2)
+    params = fs.functionalize(module).init(every_leaf(one_axis()), seed=0)
+    like = fs.from_torch(torch.optim.AdamW, inject="lr").init(params)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1.0)
+    module(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    if my_rank():
+        change(state_dict)
+    with pytest.raises(ValueError, match=f"^checkpoint.from_optimizer_state_dict: .*{text}"):
+        from_optimizer_state_dict(state_dict, like, module, optimizer)
 
 
 def test_state_dicts_that_are_none_of_torchs_are_refused():
