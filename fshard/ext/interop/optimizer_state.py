@@ -262,10 +262,11 @@ def rebuild_state(
 
     with exchange.raise_on_all_ranks():
         rebuilt = TorchState.each(rebuild, like)
-    facts = {key: "no state" if key in kept else "state" for key in leaves}
+    facts = dict.fromkeys(read, "state") | dict.fromkeys(kept, "no state")
     for number, state in enumerate(list_states(rebuilt)):
         facts[f"[{number}].updates"] = f"{int(state.updates)}"
-        facts |= {f"[{number}].hyper.{name}": f"{float(value)}" for name, value in state.hyper.items()}
+        for name, value in state.hyper.items():
+            facts[f"[{number}].hyper.{name}"] = f"{float(value)}"
     exchange.check_agreement(facts, "ranks read different states", "pass the same state on every rank")
     return rebuilt
 
