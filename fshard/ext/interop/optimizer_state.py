@@ -317,7 +317,9 @@ def _owners_of_states(
     """
     states = list_states(opt_state)
     owner_sets = [{split_slot(key)[0] for key in _slots_of(state)} for state in states]
-    others = set(names).difference(exchange.frozen, *owner_sets)
+    others = set(names).difference(*owner_sets)
+    # All are frozen in a module that only gives names.
+    others = others - exchange.frozen or others
     return [(state, owners or others) for state, owners in zip(states, owner_sets, strict=True)]
 
 

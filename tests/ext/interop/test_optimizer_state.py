@@ -142,6 +142,10 @@ def test_frozen_parameters_have_no_say_in_numbers():
     state = from_optimizer_state_dict(optimizer.state_dict(), like, module, optimizer, updates=1)
     assert [part.hyper["lr"].item() for part in state] == [3.0, 2.0]
     assert [group["lr"] for group in to_optimizer_state_dict(state, module, optimizer)["param_groups"]] == [2.0, 3.0]
+    names_only, like = nn.Linear(3, 2).requires_grad_(False), plain.init(dict(nn.Linear(3, 2).named_parameters()))
+    optimizer = torch.optim.SGD(names_only.parameters(), lr=2.0)
+    state = from_optimizer_state_dict(optimizer.state_dict(), like, names_only, optimizer, updates=1)
+    assert state.hyper["lr"] == 2.0
 
 
 def test_a_parameter_that_never_had_a_gradient_has_no_state():
