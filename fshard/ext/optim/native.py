@@ -215,9 +215,8 @@ def scale_by_adam(
     ) -> Any:
         mean = add_multiple(mean * beta1, grad, 1 - beta1)
         square = torch.addcmul(square * beta2, grad, grad * (1 - beta2))
-        # In float16, eps would be 0.
-        root = _take_root(square).to(scaled_eps.dtype)
-        return mean / (root + scaled_eps) * gain, mean, square
+        # In float16, eps would be 0. A variable would keep the root in memory.
+        return mean / (_take_root(square).to(scaled_eps.dtype) + scaled_eps) * gain, mean, square
 
     def correct_biases(counts: torch.Tensor) -> Any:
         """Compute the factor of each leaf's mean, and the eps of its root, both times the correction of the root."""
