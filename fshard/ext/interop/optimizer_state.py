@@ -244,7 +244,7 @@ def rebuild_state(
 
     def rebuild(state: TorchState) -> TorchState:
         count = _count_updates(exchange, state, loaded) if updates is None else updates
-        _, owners = next(owner_sets)
+        owners = next(owners for other, owners in owner_sets if other is state)
         slots = {}
         for slot, tree in state.slots.items():
             # The other leaves of the tree are None, because another part of a partition has their state.
@@ -290,11 +290,10 @@ def _rebuild_hyper(label: str, state: TorchState, owners: Iterable[str], hypers:
         numbers = set()
         for owner in owners:
             number = hypers.get(owner, {}).get(name)
-            if number is None:
-                continue
-            is_number = isinstance(number, Real) or (is_full(number) and number.numel() == 1)
+            is_number = number is None or isinstance(number, Real) or (is_full(number) and number.numel() == 1)
             expect(is_number, label, f"{name} of a group of parameters to be a number", describe(number))
-            numbers.add(float(number))
+            if number is not None:
+                numbers.add(float(number))
         hyper[name] = torch.full_like(old, _one_number(label, name, numbers)) if numbers else old.clone()
     return hyper
 
