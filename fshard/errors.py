@@ -94,7 +94,7 @@ def leaf_error(headline: str, problems: Problems, remedy: str) -> ValueError:
       ['w']: expected shape (3,), got shape (2,)
     To fix: shard again.
     """
-    lines: list[str] = []
+    lines = []
     for path, got, expected in problems[:MAX_PROBLEMS]:
         text = f"expected {shorten(expected)}, got {shorten(got)}" if expected else shorten(got)
         lines.append(f"  {shorten(path)}: {text}")

@@ -48,7 +48,7 @@ def gather(tree: Tree) -> Tree:
     call = None if _compat.transforms_active() else find_call(flat)
     leaves = list(flat.leaves)
     if call is None:
-        started = [take_over(leaf) for leaf in flat.leaves]
+        started = list(map(take_over, flat.leaves))
         comm.check_same_call("gather", shared_axes(flat, ()), flat)
         for i, finish in enumerate(started):
             if finish is not None:

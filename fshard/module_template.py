@@ -222,7 +222,7 @@ def _list_compiled_weights(submodule: nn.Module) -> list[dict[str, Any]]:
 def _find_units_inside(units: Sequence[ModuleUnit]) -> dict[str, range]:
     """Find the numbers of the module units inside each submodule that has some, except the whole module."""
     firsts: dict[str, int] = {}
-    lasts: dict[str, int] = {}
+    lasts = {}
     for number, unit in enumerate(units):
         # Leave out the submodule of the unit itself and the whole module, which always runs.
         for outer in list(list_enclosing(unit.path))[1:-1]:
@@ -444,5 +444,4 @@ def _make_scoped_class(cls: type[nn.Module]) -> type[nn.Module]:
             if walk is not None:
                 walk.leave(scope.module_unit, scope.inner_module_units, has_failed=has_failed)
 
-    members: dict[str, Any] = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (cls,), members)
+    return _compat.make_subclass(cls, {"__call__": call})

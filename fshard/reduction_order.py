@@ -96,7 +96,7 @@ class _TreeJobSums(JobSums):
         A sum with zeros is exact, so the sum over ranks holds every number.
         """
         zeros = [torch.zeros_like(values[0])] * self._share.ranks
-        rows: list[torch.Tensor] = []
+        rows = []
         for value in values:
             rows += [*zeros[: self._share.rank], value, *zeros[self._share.rank + 1 :]]
         return torch.stack(rows)

@@ -248,7 +248,7 @@ def padded(piece: torch.Tensor, spec: Spec) -> torch.Tensor:
     if not any(missing):
         return piece
     # torch's order: the last dim first, each with what goes before it and what goes after it.
-    widths: list[int] = []
+    widths = []
     for rows in reversed(missing):
         widths += [0, rows]
     return pad(piece, widths, value=float(piece.dtype is torch.float8_e8m0fnu))

@@ -211,7 +211,7 @@ def update(
     donate = donate and not _compat.is_tracing()
     if donate and tx.update_donated is not None:
         state = state._replace(**_take_over(state))
-    run: Callable[..., Updated] = run_update
+    run = run_update
     if _compat.is_profiling():
         run = _compat.show_range("fshard::update", run_update)
     params, opt_state = run("update", "tx", tx, grads, state.opt_state, state.params, donate=donate)
@@ -243,18 +243,18 @@ def check_same_step(api_name: str, given: Tree) -> None:
     Raises:
         ValueError: on every rank, with two steps and ranks that hold them.
     """
-    if comm.rank_state().generation == 0 or _compat.is_tracing() or _compat.transforms_active():
+    rank_state = comm.rank_state()
+    if rank_state.generation == 0 or _compat.is_tracing() or _compat.transforms_active():
         return
     states: list[TrainState] = []
     map_nodes(states.append, given, TrainState)
     flat = flatten(states)
     axes = [axis for axis in flat.axes if axis.size > 1 and comm.supports_cpu_messages(axis)]
-    rank_state = comm.rank_state()
     if not axes or flat.treedef in rank_state.compared:
         return
     # Ranks that own different pieces count the updates of each by itself, so only their steps must agree.
     is_owned = any("owned" in spec.roles.values() for spec in flat.specs)
-    counts: dict[str, str] = {}
+    counts = {}
     for number, state in enumerate(states):
         name = "state" if len(states) == 1 else f"states[{number}]"
         counters = flatten(state._replace(params=(), buffers=(), key=None, transform_state=()))

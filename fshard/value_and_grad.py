@@ -286,7 +286,7 @@ class _Differentiation:
 
     def _run_microbatches(self, call: EngineCall) -> Gradients:
         """Run forward and backward of each microbatch, then reduce the objective, and take the gradients."""
-        losses: list[_Loss] = []
+        losses = []
         # With one microbatch each gradient can be divided as soon as it is reduced.
         is_single = not self.sums.has_several
         divisor: Any = 1

@@ -309,9 +309,9 @@ def cast_all(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> 
         return list(tensors)
     if torch.is_grad_enabled() or transforms_active():
         return [tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
-    results: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    casts: list[torch.Tensor] = []
+    results = []
+    sources = []
+    casts = []
     for tensor, dtype in zip(tensors, dtypes, strict=True):
         if tensor.dtype is not dtype:
             sources.append(tensor)

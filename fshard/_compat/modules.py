@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,10 +43,16 @@ def read_parametrized_by(module: torch.nn.Module, read: Callable[[torch.nn.Modul
     if not parametrize.is_parametrized(module):
         return
     cls = type(module)
-    members: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    members = {}
     for name in module.parametrizations:  # type: ignore[union-attr]
         members[name] = _property_of(cls, name, read)
-    module.__class__ = type(cls.__name__, (cls,), members)
+    module.__class__ = make_subclass(cls, members)
+
+
+def make_subclass(cls: type, members: Mapping[str, Any]) -> type:
+    """Make a subclass of a module's class that goes by its name, with other members."""
+    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **members}
+    return type(cls.__name__, (cls,), members)
 
 
 def _property_of(cls: type, name: str, read: Callable[[torch.nn.Module, str], torch.Tensor]) -> property:

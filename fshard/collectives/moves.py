@@ -320,7 +320,7 @@ def _permute(tensors: Tensors, axis: Axis, label: str, perm: Sequence[Pair]) -> 
     copies = [tensor.expand(num_copies, *tensor.shape) for tensor in tensors]
     received = comm.all_to_all(copies, send, receive, axis, label)
     if not any(receive):
-        return [torch.zeros_like(tensor) for tensor in tensors]
+        return list(map(torch.zeros_like, tensors))
     sums = []
     for rows in received:
         # torch.sum of one row would lose the sign of a zero.
@@ -339,7 +339,7 @@ def _keep_at(tensors: Tensors, axis: Axis, label: str, root: int) -> Tensors:
     """Keep tensors on one rank alone; the others get zeros."""
     if comm.rank(axis) == _find_rank(root, axis, label):
         return list(tensors)
-    return [torch.zeros_like(tensor) for tensor in tensors]
+    return list(map(torch.zeros_like, tensors))
 
 
 def _find_rank(coordinate: int, axis: Axis, label: str) -> int:

@@ -71,7 +71,7 @@ def find_misfits(starts: Iterable[Typed], leaves: Mapping[Any, tuple[str, Spec]]
     """
     first_places = list(starts)
     settled_by = {start: start.node for start in first_places}
-    used_by: dict[Typed, Typed] = {}
+    used_by = {}
 
     def behind(place: Typed) -> list[Typed]:
         if place.node in leaves:
@@ -203,7 +203,7 @@ def refuse_mixed(api_name: str, derived: Sequence[tuple[Spec, tuple[Any, int]]],
         # Finding the node of a leaf takes microseconds, and most functions compute no leaves.
         return
     ends = {node: (path, spec) for path, spec, node in _with_nodes(leaves)}
-    problems: list[Problem] = []
+    problems = []
     for axis, starts in starts_over.items():
         problems += [_describe_misfit(misfit, ends, axis) for misfit in find_misfits(starts, ends, axis)]
     remedy = "read the docstrings of psum_invariant and pcast. fs.check shows the lines of your program"

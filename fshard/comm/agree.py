@@ -122,7 +122,7 @@ def _choose_axes(axes: Iterable[Axis]) -> Sequence[Axis]:
 
 def _facts_of_tree(api_name: str, flat: Flat, arguments: Mapping[str, Any]) -> str:
     """Write as JSON what a call was given: its name, its arguments, and its Sharded leaves."""
-    is_compared = [is_sharded(leaf) for leaf in flat.leaves]
+    is_compared = list(map(is_sharded, flat.leaves))
     leaves = list(itertools.compress(flat.leaves, is_compared))
     # Three long tuples are faster to build than thousands of small ones.
     paths = tuple(itertools.compress(flat.paths, is_compared))

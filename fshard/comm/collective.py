@@ -119,7 +119,7 @@ def _start(
     started_on = current_stream(tensors[0].device)
 
     def finish() -> Results:
-        results: dict[int, torch.Tensor] = {}
+        results = {}
         for bucket, buffer, source in zip(buckets, buffers, sources, strict=True):
             received = ops.wait(buffer)
             # The current stream has waited for the collective, which reads what is sent, and reads the rows itself.

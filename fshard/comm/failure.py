@@ -339,7 +339,7 @@ def _explain_lost_wait(state: RankState, issued: PendingCollective, error: BaseE
     ended = _find_ended_ranks(state, issued)
     # Others may ask where this rank is while it looks for a note.
     ask_store(lambda: _publish_position(state))
-    note: str | None = ask_store(lambda: read_note(state.board), 0.0 if ended else NOTE_GRACE)
+    note = ask_store(lambda: read_note(state.board), 0.0 if ended else NOTE_GRACE)
     if note:
         return note
     positions = _ask_positions(state, issued.awaits[1], len(issued.group.ranks))

@@ -223,7 +223,7 @@ class Meeting:
 
     def _read(self, ranks: Sequence[int], *keys: str) -> list[bytes]:
         """Read some keys, and the entries of ranks, which are there."""
-        values: list[bytes] = self.board.multi_get([*keys, *map(ENTRY.format, ranks)])
+        values = self.board.multi_get([*keys, *map(ENTRY.format, ranks)])
         for rank, value in zip(ranks, values[len(keys) :], strict=True):
             self.entries[rank] = Arrival(*json.loads(value))
         return values

@@ -70,7 +70,7 @@ def start(op: str, kernel: Callable[[PendingCollective], Tensors], arguments: Op
     row_dims = 1 if arguments.sizes else 0
     shapes = tuple((tensor.dtype, tensor.shape[row_dims:]) for tensor in arguments.tensors)
     issued = _issue(op, shapes, arguments)
-    buffers: Tensors = _run_waiting(issued, "", kernel, issued)
+    buffers = _run_waiting(issued, "", kernel, issued)
     issued.left = len(buffers)
     for buffer in buffers:
         buffer.__dict__["issued"] = issued

@@ -122,7 +122,7 @@ class GatheredUnit:
             for leaves, finish in pending:
                 tensors.update(zip(leaves, finish(), strict=True))
 
-        full: dict[Leaf, torch.Tensor] = {}
+        full = {}
         for leaf in self.leaves:
             tensor = tensors.get(leaf)
             if tensor is None:

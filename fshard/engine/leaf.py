@@ -164,7 +164,7 @@ class Leaf:
         self.reduced_grad = None
         return grad
 
-    def take_grad(self, divisor: Any = 1) -> torch.Tensor:
+    def take_grad(self, divisor: Any) -> torch.Tensor:
         """Hand over the reduced gradient, divided and in the stored dtype; zeros if there is none."""
         total = self.take_reduced()
         if total is None:

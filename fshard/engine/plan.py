@@ -159,8 +159,8 @@ def make_plan(module_units: tuple[ModuleUnit, ...], leaves: tuple[LeafFacts, ...
     ends = tuple([module_unit.end for module_unit in module_units])
     runs = merge_small_units(singles, ends)
 
-    units: list[Unit] = []
-    unit_of: list[int] = []
+    units = []
+    unit_of = []
     units_holding: dict[str, list[int]] = {}
     enclosing: tuple[int, ...] = ()
     for number, run in enumerate(runs):
@@ -216,7 +216,7 @@ def merge_small_units(
         The numbers of the units of each run that is merged into one. Each unit is in one run.
     """
     end = len(units) if end is None else end
-    runs: list[range] = []
+    runs = []
     # The last run described as one unit; None if nothing may join it.
     open_run: Unit | None = None
     while first < end:

@@ -62,7 +62,7 @@ def init(
     params = dict(_compat.named_parameters(module))
     specs, facts, misfits = _lay_out(params, transform)
     root_problems = [] if reset else _find_undrawn_root(module)
-    shards: dict[str, Sharded] = {}
+    shards = {}
     # The module's buffers, and blank ones in the places of those on the meta device.
     before = {}
     for name, buffer in _compat.named_buffers(module):
@@ -143,8 +143,8 @@ def _lay_out(
     Returns:
         The specs by name, the texts by path, and the problems of those that cannot be sharded.
     """
-    specs: dict[str, Spec] = {}
-    facts: dict[str, str] = {}
+    specs = {}
+    facts = {}
     layouts = Layouts("shard", transform, list(params), list(params.values()))
     for name, leaf in params.items():
         path = f"[{name!r}]"

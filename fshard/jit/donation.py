@@ -131,7 +131,7 @@ def assign_donated_outputs(graph: Graph, pairs: Mapping[Node, int]) -> None:
     """
     _drop_copies(graph, pairs)
     results = find_results(graph)
-    to_write: dict[Node, int] = {}
+    to_write = {}
     for source, number in pairs.items():
         if _find_written_root(results[number]) is source:
             # In-place operators have written there already.
@@ -168,7 +168,7 @@ def _drop_copies(graph: Graph, inputs: Collection[Node]) -> None:
     """
     storages = find_storages(graph.nodes)
     last_uses = find_last_uses(storages)
-    stands_for: dict[Node, Node] = {}
+    stands_for = {}
     for source in inputs:
         last = last_uses[next(iter(storages[source]))]
         is_copy = last.target in COPIES and last.args[0] is source

@@ -60,7 +60,7 @@ def _find_last_collectives(nodes: Sequence[Node]) -> dict[Node, int]:
         For each of them the position of the last collective before the objective. A node that cannot run before that
         one starts has nothing to overlap with, and stays.
     """
-    last_collective_before: dict[Node, int] = {}
+    last_collective_before = {}
     last_collective = -1
     last_before_objective = -1
     for position, node in enumerate(nodes):
@@ -111,7 +111,7 @@ def _count_entries(node: Node) -> int:
 def _split_operator(graph: Graph, node: Node, number_of_entries: int) -> list[Node]:
     """Put one operator for each entry in the place of an operator on lists."""
     target: Any = node.target
-    parts: list[Node] = []
+    parts = []
     for i in range(number_of_entries):
         args = tuple(_take_entry(value, i) for value in node.args)
         kwargs = {name: _take_entry(value, i) for name, value in node.kwargs.items()}
@@ -166,9 +166,9 @@ def _find_dependencies(nodes: Sequence[Node]) -> list[set[int]]:
     """
     storages = find_storages(nodes)
     positions = {node: n for n, node in enumerate(nodes)}
-    last_write: dict[Hashable, int] = {}
+    last_write = {}
     uses_since = defaultdict[Hashable, list[int]](list)
-    dependencies: list[set[int]] = []
+    dependencies = []
     for n, node in enumerate(nodes):
         sources = node.all_input_nodes
         required = {positions[source] for source in sources}
@@ -186,10 +186,7 @@ def _find_dependencies(nodes: Sequence[Node]) -> list[set[int]]:
 
 
 def _name_storages(nodes: Sequence[Node], storages: Mapping[Node, Mapping[Hashable, int]]) -> set[Hashable]:
-    names: set[Hashable] = set()
-    for node in nodes:
-        names.update(storages[node])
-    return names
+    return set[Hashable]().union(*map(storages.__getitem__, nodes))
 
 
 def _choose_slots(nodes: Sequence[Node], last_collective_before: Mapping[Node, int]) -> list[int]:
@@ -203,7 +200,7 @@ def _choose_slots(nodes: Sequence[Node], last_collective_before: Mapping[Node, i
     last_input_position = next(n for n, node in enumerate(nodes) if node.op == "call_function") - 1
     results = set(nodes[-1].all_input_nodes)
     earliest: list[int] = []
-    slots: list[int] = []
+    slots = []
     for n, node in enumerate(nodes):
         ready = max([last_input_position, *(earliest[m] for m in dependencies[n])])
         may_move = node in last_collective_before and ready < last_collective_before[node]

@@ -41,7 +41,7 @@ class Facts(NamedTuple):
         Returns:
             The JSON for each of these axes; if there are none, for each axis of the collectives.
         """
-        texts: dict[Axis, str] = {}
+        texts = {}
         for axis in axes or self.axes:
             collectives = "\n".join(self.collectives.get(axis.group_name, ()))
             texts[axis] = json.dumps({**self.of_verbs, "collectives": collectives})

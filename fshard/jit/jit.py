@@ -10,7 +10,6 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import Node
 
 from fshard import _compat, comm
 from fshard.collectives import TracedUsage, Usage, agree_on_usage
@@ -270,8 +269,8 @@ class Jitted:
             refuse_inductor(facts.of_verbs)
         fold_views_and_remove_dead_nodes(graph)
         result_of_donated_leaf = match_donated_outputs(flat, traced.treedef, self._donate_argnums)
-        donated_leaves: list[int] = []
-        path_of_protected_input: dict[Node, str] = {}
+        donated_leaves = []
+        path_of_protected_input = {}
         for leaf_index, node in zip(traced.input_leaves, find_inputs(graph), strict=True):
             if leaf_index in result_of_donated_leaf:
                 donated_leaves.append(leaf_index)

@@ -49,7 +49,7 @@ def find_values(node: Node) -> tuple[Any, Any]:
 
 def find_write_targets(node: Node) -> list[Node]:
     """List the nodes whose memory a node writes to."""
-    targets: list[Node] = []
+    targets = []
     arguments = pair_arguments(node)
     # Kernels of batch norm write to running statistics in training, and some of their schemas do not say so.
     is_training = any(argument.name == "training" and value is True for argument, value in arguments)

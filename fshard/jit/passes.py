@@ -25,7 +25,7 @@ def fold_views_and_remove_dead_nodes(graph: Graph) -> None:
 
 def _fold_views(graph: Graph) -> None:
     """Let an earlier node with the same view of the same memory take a view's place, and shorten chains of reshapes."""
-    stands_for: dict[Node, Node] = {}
+    stands_for = {}
     # For each tensor the nodes that it is a view of, itself included, by how each views the memory.
     views_by_geometry: dict[Node, dict[Any, Node]] = {}
     for node in graph.nodes:

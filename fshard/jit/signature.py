@@ -175,7 +175,7 @@ def find_changes(before: Signature, now: Signature, paths: Sequence[str]) -> dic
     if before.treedef != now.treedef or before.keys != now.keys:
         return {"the structure of the arguments": f"was {before.treedef} and is {now.treedef}"}
     old = before.list_entries(paths)
-    changes: dict[str, str] = {}
+    changes = {}
     for name, value in now.list_entries(paths).items():
         # A leaf that was no tensor had no shape. That it is a tensor now is an entry of its own.
         if name in old and old[name] != value:

@@ -220,7 +220,7 @@ class Workers:
     def _collect(self, timeout: float) -> list[Any]:
         """Return the workers' replies; if a rank failed or is stuck, end the workers and raise."""
         __tracebackhide__ = True
-        replies: dict[int, _Reply] = {}
+        replies = {}
         pending: dict[Any, int] = {connection: rank for rank, connection in enumerate(self._connections)}
         deadline = time.monotonic() + timeout
         try:

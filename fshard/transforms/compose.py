@@ -237,7 +237,7 @@ def _has_policy(transform: ShardTransform) -> bool:
 
 def _check_each_axis_once(stages: Sequence[ShardTransform]) -> None:
     """Refuse two stages for one mesh axis."""
-    names: list[str] = []
+    names = []
     for stage in stages:
         # Leaves that a mask leaves out may have other axes. Each is composed again once its name is known.
         axes = stage.axes if masks(stage) else layout_axes(stage)

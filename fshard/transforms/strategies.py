@@ -115,7 +115,7 @@ def zero2(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> Sh
 def _default_bucket_bytes(layout: Any) -> int:
     """Choose the bytes of a message by the mesh axis whose backend needs the largest."""
     # `compose_with_policy` refuses a layout that is no transform.
-    axes: Sequence[Axis] = getattr(layout, "axes", ())
+    axes = getattr(layout, "axes", ())
     return max(map(_bytes_over, axes), default=0)
 
 

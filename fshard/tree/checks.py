@@ -205,7 +205,7 @@ def mark_donated(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
         with _compat.outside_transforms():
             empty[kind] = tensor.new_empty(0)
         empty[kind].__dict__[DONATED] = True
-    moved: dict[int, torch.Tensor] = {}
+    moved = {}
     for leaf, replacement in zip(leaves, map(empty.__getitem__, kinds), strict=True):
         if is_sharded(leaf):
             replace_local(leaf, replacement)
@@ -587,7 +587,7 @@ def check_versions(
     """
     now = _compat.versions(tensors)
     if now != versions:
-        problems: list[Problem] = []
+        problems = []
         for path, writes in zip(paths, map(operator.sub, now, versions), strict=True):
             if writes:
                 times = "once" if writes == 1 else f"{writes} times"

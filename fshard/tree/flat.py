@@ -53,7 +53,7 @@ class Flat(_Flat):
             describe_misfit: Describes a leaf that is wrong, and returns None for others.
             *columns: What else it is called with, for each leaf, such as the leaves of other trees.
         """
-        problems: list[Problem] = []
+        problems = []
         for path, description in zip(self.paths, map(describe_misfit, self.leaves, *columns), strict=True):
             if description is not None:
                 parts = (description,) if isinstance(description, str) else description

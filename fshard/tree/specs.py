@@ -274,7 +274,7 @@ class Spec:
         """
         chosen = tuple(dims)
         shape = tuple(1 if dim in chosen else size for dim, size in enumerate(self.shape))
-        entries: list[tuple[str, ...]] = []
+        entries = []
         for dim in range(len(self.partition)):
             entries.append(() if dim in chosen else self.partition.names(dim))
         return replace(self, shape=shape, partition=_partition(entries))
