@@ -262,13 +262,19 @@ def rebuild_state(
 
     with exchange.raise_on_all_ranks():
         rebuilt = TorchState.each(rebuild, like)
-    facts = dict.fromkeys(read, "state") | dict.fromkeys(kept, "no state")
-    for number, state in enumerate(list_states(rebuilt)):
+    facts = dict.fromkeys(read, "state") | dict.fromkeys(kept, "no state") | _facts_of_numbers(rebuilt)
+    exchange.check_agreement(facts, "ranks read different states", "pass the same state on every rank")
+    return rebuilt
+
+
+def _facts_of_numbers(tree: Any) -> dict[str, str]:
+    """Say which numbers the states of a tree have, by the places of the states."""
+    facts = {}
+    for number, state in enumerate(list_states(tree)):
         facts[f"[{number}].updates"] = f"{int(state.updates)}"
         for name, value in state.hyper.items():
             facts[f"[{number}].hyper.{name}"] = f"{float(value)}"
-    exchange.check_agreement(facts, "ranks read different states", "pass the same state on every rank")
-    return rebuilt
+    return facts
 
 
 def _count_updates(exchange: ModuleExchange, state: TorchState, loaded: Mapping[str, torch.Tensor]) -> int:
