@@ -94,9 +94,8 @@ class ValueTypes:
 
     def is_split(self, node: Node) -> bool:
         """Whether a dim of a value is shorter on twice as many ranks."""
-        here = shape_of(node)
         there = shape_of(self.doubled.get(node, node))
-        return any(map(operator.lt, there, here))
+        return any(map(operator.lt, there, shape_of(node)))
 
     def _visit(self, node: Node) -> Agreement:
         """Type a result."""
@@ -114,8 +113,7 @@ class ValueTypes:
     def _type_input(self, node: Node, entry: Input) -> Agreement:
         if isinstance(entry.leaf, fs.Sharded):
             role: Any = entry.leaf.spec.roles.get(self.axis)
-            agreements = {"gathered": Agreement.SHARD, "owned": Agreement.OTHER}
-            return agreements.get(role, Agreement.INVARIANT)
+            return {"gathered": Agreement.SHARD, "owned": Agreement.OTHER}.get(role, Agreement.INVARIANT)
         if not entry.is_batch or not self.varies:
             return Agreement.INVARIANT
         # A number may count batches, or say how they are mixed.
