@@ -1,7 +1,9 @@
 """The graph of a step beside those of other ranks and of twice as many, compared operator by operator."""
 
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,34 @@ class Input(NamedTuple):
     path: str
     leaf: Any
     is_batch: bool
+
+
+@dataclass(eq=False)
+class AxisGraph:
+    """The graph of a step, and what is known of it over one axis before its values are typed.
+
+    Attributes:
+        nodes: The nodes.
+        axis: The axis.
+        inputs: The arguments of the graph.
+        rank_constants: Nodes whose constants are others on a neighbour.
+        doubled: The nodes of the graph for twice as many ranks; empty if it has other operators.
+        varies: Whether batches differ between the ranks.
+        are_means: Whether all losses that the step differentiates are means over ranks.
+    """
+
+    nodes: Sequence[Node]
+    axis: fs.Axis
+    inputs: Mapping[Node, Input]
+    rank_constants: Collection[Node]
+    doubled: Mapping[Node, Node]
+    varies: bool
+    are_means: bool
+
+    def is_split(self, node: Node) -> bool:
+        """Whether a dim of a value is shorter on twice as many ranks."""
+        there = shape_of(self.doubled.get(node, node))
+        return any(map(operator.lt, there, shape_of(node)))
 
 
 def shape_of(node: Node) -> Sequence[int]:

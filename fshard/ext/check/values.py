@@ -1,7 +1,7 @@
 """Types of a step's values over one axis, found from its graph: which agree between ranks, and where they stop."""
 
 import operator
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 import fshard as fs
 from fshard.comm import Collective
 from fshard.ext._compat import origin_of
-from fshard.ext.check.graphs import Input, is_number, name_of, shape_of
+from fshard.ext.check.graphs import AxisGraph, Input, is_number, name_of, shape_of
 from fshard.ext.check.report import StepProblem, frames_of
 from fshard.extend import generators, graph_nodes, walk_graph
 
@@ -52,28 +52,13 @@ class Agreement(IntEnum):
 
 
 @dataclass(eq=False)
-class ValueTypes:
-    """A walk through the graph of a step in the order of its nodes, over one axis.
+class ValueTypes(AxisGraph):
+    """A walk through a graph in the order of its nodes.
 
     Attributes:
-        nodes: The nodes.
-        axis: The axis.
-        inputs: The arguments of the graph.
-        rank_constants: Nodes whose constants are others on a neighbour.
-        doubled: The nodes of the graph for twice as many ranks; empty if it has other operators.
-        varies: Whether batches differ between the ranks.
-        are_means: Whether all losses that the step differentiates are means over ranks.
         types: The type of each node's result.
         problems: Mistakes in collectives and operators.
     """
-
-    nodes: Sequence[Node]
-    axis: fs.Axis
-    inputs: Mapping[Node, Input]
-    rank_constants: Collection[Node]
-    doubled: Mapping[Node, Node]
-    varies: bool
-    are_means: bool
 
     def __post_init__(self) -> None:
         """Type all nodes."""
@@ -91,11 +76,6 @@ class ValueTypes:
         """Find the type of what a node holds now."""
         written = [self._written.get(storage, Agreement.CONSTANT) for storage in self._storages[node]]
         return max([self.types[node], *written])
-
-    def is_split(self, node: Node) -> bool:
-        """Whether a dim of a value is shorter on twice as many ranks."""
-        there = shape_of(self.doubled.get(node, node))
-        return any(map(operator.lt, there, shape_of(node)))
 
     def _visit(self, node: Node) -> Agreement:
         """Type a result."""
