@@ -172,7 +172,7 @@ class Meeting:
         if self.state:
             self.state.failure = self.state.failure or self._reason
 
-    def agree(self, text: str, merge: Callable[[Sequence[str]], str], look: Callable[[], object] = bool) -> str:
+    def agree(self, text: str, merge: Callable[[Sequence[str]], str], look: Callable[[], object]) -> str:
         """Wait until all ranks have come; find out once, on the last of them, what follows from all that they bring.
 
         Each rank asks the store four times, whatever their number; only the last reads what all have brought.

@@ -375,7 +375,8 @@ def _all_fit(flat: Flat) -> bool:
     specs = attributes_of(flat.sharded, "spec")
     fit_specs = attributes_of(shards, "shape") == attributes_of(specs, "local_shape")
     shapes = attributes_of(flat.tensors, "shape")
-    hides_shards = any(map(is_unregistered, compress(flat.leaves, map(operator.is_, shapes, repeat(None)))))
+    are_shapeless = map(operator.is_, shapes, repeat(None))
+    hides_shards = any(map(is_unregistered, compress(flat.leaves, are_shapeless)))
     return fit_specs and (0,) not in shapes and True not in attributes_of(shards, "is_meta") and not hides_shards
 
 

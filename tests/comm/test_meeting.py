@@ -183,7 +183,7 @@ def test_a_rank_that_reads_a_note_as_it_waits_raises_it_though_the_store_has_gon
 
     monkeypatch.setattr(first, "find_reason", read_at_last)
     with pytest.raises(CollectiveError, match=f"^{REASON}$"), first:
-        first.agree("the same", "".join)
+        first.agree("the same", "".join, bool)
 
 
 def test_a_mesh_that_a_rank_has_given_up_behind_its_last_wait_is_none(first):
