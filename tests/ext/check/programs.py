@@ -20,19 +20,21 @@ LAYER = {
 X, Y = torch.ones(BATCH, WIDTH), torch.arange(BATCH)
 
 
-def train(loss_fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def train(
+    loss_fn: Callable[..., Any], tx: Any = TX, grad: Callable[..., Any] = fs.value_and_grad, **options: Any
+) -> Callable[..., Any]:
     """Make the step of a loss of parameters and a batch."""
 
     def step(state: fs.TrainState, *batch: Any) -> tuple[fs.TrainState, torch.Tensor]:
-        loss, grads = fs.value_and_grad(loss_fn, **options)(state.params, *batch)
-        return fs.update(TX, state, grads), loss
+        loss, grads = grad(loss_fn, **options)(state.params, *batch)
+        return fs.update(tx, state, grads), loss
 
     return step
 
 
-def state_of(full: Any, strategy: fs.ShardTransform, **more: Any) -> fs.TrainState:
+def state_of(full: Any, strategy: fs.ShardTransform, tx: Any = TX, **more: Any) -> fs.TrainState:
     """Shard parameters, and make the state of them before the first step."""
-    return fs.TrainState.create(fs.shard(full, strategy), TX, **more)
+    return fs.TrainState.create(fs.shard(full, strategy), tx, **more)
 
 
 def split(mesh: Any) -> fs.ShardTransform:

@@ -76,12 +76,7 @@ STRATEGIES = {
 
 
 def by_optimizer(tx, mesh):
-    def step(state, x, y):
-        loss, grads = fs.value_and_grad(loss_fn)(state.params, x, y)
-        return fs.update(tx, state, grads), loss
-
-    params = fs.shard(FULL, fs.zero3(mesh, min_shard_elements=9))
-    return step, fs.TrainState.create(params, tx), X, Y
+    return train(loss_fn, tx), state_of(FULL, fs.zero3(mesh, min_shard_elements=9), tx), X, Y
 
 
 CLIPPED = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(1e-3, weight_decay=0.1))
@@ -110,7 +105,7 @@ def scaled(mesh):
         loss, grads = fs.value_and_grad(lambda p: scale * loss_fn(p, x, y))(state.params)
         return fs.update(tx, state, grads), loss / scale
 
-    return step, fs.TrainState.create(fs.shard(FULL, fs.zero2(mesh, min_shard_elements=0)), tx), X, Y
+    return step, state_of(FULL, fs.zero2(mesh, min_shard_elements=0), tx), X, Y
 
 
 def weighted(mesh):
@@ -121,14 +116,11 @@ def weighted(mesh):
 def sum_over_all_tokens(mesh):
     """A sum, divided by the tokens of all ranks."""
 
-    def step(state, x, y, mask, axis):
-        def loss_of_all(params):
-            total, count = sum_and_count(params, x, y, mask)
-            return total / fs.psum(count, axis)
+    def loss_of_all(params, x, y, mask, axis):
+        total, count = sum_and_count(params, x, y, mask)
+        return total / fs.psum(count, axis)
 
-        loss, grads = fs.value_and_grad(loss_of_all, reduce="sum")(state.params)
-        return fs.update(TX, state, grads), loss
-
+    step = train(loss_of_all, reduce="sum")
     return step, state_of(FULL, fs.zero3(mesh)), X, Y, torch.ones(len(Y)), fs.axis_of(mesh)
 
 
@@ -143,14 +135,8 @@ def four_verbs(mesh):
 
 
 def accumulated(mesh, reduction_order=None):
-    run = fs.accumulate(lambda params, xy: loss_fn(params, *xy), reduction_order=reduction_order)
-
-    def step(state, batches):
-        loss, grads = run(state.params, batches)
-        return fs.update(CLIPPED, state, grads), loss
-
-    state = fs.TrainState.create(fs.shard(FULL, fs.zero2(mesh, min_shard_elements=0)), CLIPPED)
-    return step, state, [(X, Y), (X + 1, Y)]
+    step = train(lambda p, xy: loss_fn(p, *xy), CLIPPED, fs.accumulate, reduction_order=reduction_order)
+    return step, state_of(FULL, fs.zero2(mesh, min_shard_elements=0), CLIPPED), [(X, Y), (X + 1, Y)]
 
 
 def tree_sums(mesh):
@@ -211,18 +197,14 @@ def statistics(mesh):
 def merged(mesh):
     """LoRA: rows of a leaf that is not trained and of an update are added on each rank, before they are gathered."""
 
-    def step(state, base, x, y):
-        def loss_of_merged(params):
-            b = fs.gather(params["b"])
-            sums = fs.Sharded(base.local + params["a"].local @ b, base.spec)
-            return F.cross_entropy(x @ fs.gather(sums), y)
-
-        loss, grads = fs.value_and_grad(loss_of_merged)(state.params)
-        return fs.update(TX, state, grads), loss
+    def loss_of_merged(params, base, x, y):
+        b = fs.gather(params["b"])
+        sums = fs.Sharded(base.local + params["a"].local @ b, base.spec)
+        return F.cross_entropy(x @ fs.gather(sums), y)
 
     strategy = fs.zero3(mesh, min_shard_elements=0)
     state = state_of({"a": torch.ones(WIDTH, 2), "b": torch.ones(2, CLASSES)}, strategy)
-    return step, state, fs.shard(torch.ones(WIDTH, CLASSES), strategy), X, Y
+    return train(loss_of_merged), state, fs.shard(torch.ones(WIDTH, CLASSES), strategy), X, Y
 
 
 def summed_penalty(mesh):
@@ -326,13 +308,9 @@ def members_with_counts(mesh):
 def unequal_tokens(mesh):
     """Microbatches of unequal numbers of tokens, as in examples/unequal_tokens.py."""
 
-    def step(state, batches):
-        run = fs.accumulate(lambda params, batch: sum_and_count(params, *batch), reduce="weighted")
-        loss, grads = run(state.params, batches)
-        return fs.update(CLIPPED, state, grads), loss
-
-    state = fs.TrainState.create(fs.shard(FULL, fs.zero3(mesh)), CLIPPED)
-    return step, state, [(X, Y, torch.ones(len(Y))), (X, Y, torch.zeros(len(Y)))]
+    step = train(lambda p, batch: sum_and_count(p, *batch), CLIPPED, fs.accumulate, reduce="weighted")
+    batches = [(X, Y, torch.ones(len(Y))), (X, Y, torch.zeros(len(Y)))]
+    return step, state_of(FULL, fs.zero3(mesh), CLIPPED), batches
 
 
 def split_module(mesh):
@@ -342,15 +320,13 @@ def split_module(mesh):
     def split(axis):
         return fs.tensor_parallel(module, axis, {"0": "column", "2": "row"})
 
-    def step(state, x, tp):
-        model = fs.functionalize(split(tp)[0])
-        loss, grads = fs.value_and_grad(lambda params: model.apply(params, x).square().mean())(state.params)
-        return fs.update(TX, state, grads), loss
+    def loss_of_split(params, x, tp):
+        return fs.functionalize(split(tp)[0]).apply(params, x).square().mean()
 
     parallel, columns_and_rows = split(fs.axis_of(mesh["tp"]))
     strategy = fs.compose(fs.zero3(mesh, min_shard_elements=0), columns_and_rows)
     state = fs.TrainState.create(fs.functionalize(parallel).init(strategy, seed=0), TX)
-    return step, state, X, fs.axis_of(mesh["tp"])
+    return train(loss_of_split), state, X, fs.axis_of(mesh["tp"])
 
 
 def pipelined(schedule, mesh):
