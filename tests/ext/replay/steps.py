@@ -1,7 +1,7 @@
 """Steps of a small model whose lines the tests of replay name."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,25 +29,24 @@ class Shift(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    def __init__(self, checkpointed: bool) -> None:
+    def __init__(self, approximate: str, checkpointed: bool) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-        self.checkpointed = checkpointed
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.approximate, self.checkpointed = approximate, checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.body, x, use_reentrant=False) if self.checkpointed else self.body(x)
 
     def body(self, x: Tensor) -> Tensor:
-        hidden = F.gelu(self.up(x))  # gelu
+        hidden = F.gelu(self.up(x), approximate=self.approximate)  # gelu
         hidden = Shift.apply(hidden)
         return x + self.down(hidden)  # residual
 
 
 class Net(nn.Module):
-    def __init__(self, checkpointed: bool = False) -> None:
+    def __init__(self, approximates: Sequence[str] = ("none", "none"), checkpointed: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(checkpointed) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(approximate, checkpointed) for approximate in approximates)
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,7 +66,7 @@ def make_step(
 ) -> tuple[Callable[..., Any], Any, Tensor]:
     """A step, a state and this rank's batch."""
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
-    model = fs.functionalize(Net(checkpointed), units=Block)
+    model = fs.functionalize(Net(checkpointed=checkpointed), units=Block)
     tx = fs.adamw(1e-3)
     state = fs.TrainState.create(model.init(strategy(mesh), seed=0), tx)
     rank = fs.comm.rank(fs.axis_of(mesh))

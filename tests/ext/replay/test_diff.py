@@ -8,7 +8,8 @@ import torch
 import fshard as fs
 from fshard.testing import spmd
 from tests.ext.replay.reuse import reusing_traces
-from tests.ext.replay.versions import WIDTH, Block, Net, Other, make_version, shift
+from tests.ext.replay.steps import WIDTH, Block, Net
+from tests.ext.replay.versions import Other, make_version, shift
 from tests.ranks import on_ranks
 from tests.trees import normal, one_axis
 
@@ -99,8 +100,10 @@ def test_a_changed_learning_rate_differs_in_the_update_alone(of_one_rank):
 def test_another_line_is_listed_and_the_operation_after_it_is_named(of_one_rank):
     difference = of_one_rank["line"]
     assert difference.first.operator == "aten.pow.Tensor_Scalar"
-    assert any(entry.startswith("return self.head(x)  # head: ") for entry in difference.only_first)
-    assert any(entry.startswith("return self.head(1.01 * x): 2 aten.mul") for entry in difference.only_second)
+    assert any(entry.startswith("return self.head(x).squeeze(-1)  # head: ") for entry in difference.only_first)
+    assert any(
+        entry.startswith("return self.head(1.01 * x).squeeze(-1): 2 aten.mul") for entry in difference.only_second
+    )
 
 
 REPORT = """\

@@ -228,7 +228,7 @@ def test_each_of_several_equal_operations_of_a_line_is_compared():
 GELU = f"""\
 verify: aten.gelu gave other bits in a second run of the same step on rank 1
   phase: forward
-  at: steps.py:{line_of("gelu")} in body: hidden = F.gelu(self.up(x))  # gelu
+  at: steps.py:{line_of("gelu")} in body: hidden = F.gelu(self.up(x), approximate=self.approximate)  # gelu
   at: steps.py:{line_of("gelu") - 3} in forward: return checkpoint(self.body, x, use_reentrant=False) \
 if self.checkpointed else self.body(x)
   at: steps.py:{line_of("head") - 1} in forward: x = block(x)
