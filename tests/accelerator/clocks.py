@@ -17,18 +17,13 @@ AFTER_HOST = 0
 
 
 class Race(NamedTuple):
-    """Two kernels on different streams that touch the same memory, of which one writes.
+    """Two kernels on different streams that touch the same memory, of which one writes."""
 
-    Attributes:
-        memory: The kernel that wrote the memory first, which tells what it holds; after "freed: " that of the tensor
-            which had the memory before.
-        first: The kernel that was launched first.
-        second: The kernel that nothing orders after the first.
-    """
-
+    # The kernel that wrote the memory first, which tells what it holds; after "freed: " that of the tensor which had
+    # the memory before.
     memory: str
-    first: str
-    second: str
+    first: str  # the kernel that was launched first
+    second: str  # the kernel that nothing orders after the first
 
 
 class LastAccess(NamedTuple):
@@ -40,20 +35,14 @@ class LastAccess(NamedTuple):
 
 @dataclass
 class Block:
-    """Memory that a tensor holds.
+    """Memory that a tensor holds."""
 
-    Attributes:
-        number: Its name for the clocks, which no other memory has: addresses come again.
-        stream: The stream that it was taken on, and which may take it again as soon as it is free.
-        memory: The kernel that wrote it first.
-        kept_for: Streams whose work on it must be done before it can be taken again, by `record_stream`.
-        before: The last accesses, by stream, to what was free on the stream when this was taken.
-    """
-
-    number: int
-    stream: int
-    memory: str = ""
+    number: int  # its name for the clocks, which no other memory has: addresses come again
+    stream: int  # the stream that it was taken on, and which may take it again as soon as it is free
+    memory: str = ""  # the kernel that wrote it first
+    # Streams whose work on it must be done before it can be taken again, by `record_stream`.
     kept_for: set[int] = field(default_factory=set)
+    # The last accesses, by stream, to what was free on the stream when this was taken.
     before: dict[int, LastAccess] = field(default_factory=dict)
 
 

@@ -271,17 +271,11 @@ def do_nothing(*_: object) -> None:
 
 
 class Fault(NamedTuple):
-    """A fault, and a race that it leads to in some program.
+    """A fault, and a race that it leads to in some program."""
 
-    Attributes:
-        plant: Makes a context with the fault.
-        program: The name of the program.
-        race: One of the races that must be found.
-    """
-
-    plant: Callable[[], AbstractContextManager[object]]
+    plant: Callable[[], AbstractContextManager[object]]  # makes a context with the fault
     program: str
-    race: Race
+    race: Race  # one of the races that must be found
 
 
 GATHERED = "copy_ in all_gather of 2"
