@@ -28,16 +28,11 @@ STEP = re.compile(r"^( *)(def (?:train_step|inner_step|step)\((?:self|state)\b)"
 
 
 class Example(NamedTuple):
-    """How to run an example, and the mesh to check its step on.
+    """How to run an example, and the mesh to check its step on."""
 
-    Attributes:
-        options: The options of its command.
-        mesh: Ranks on each axis.
-        replaced: Arguments of the step by their number, in the place of those of the first call.
-    """
-
-    options: Sequence[Any]
-    mesh: Mapping[str, int]
+    options: Sequence[Any]  # the options of its command
+    mesh: Mapping[str, int]  # ranks on each axis
+    # Arguments of the step by their number, in the place of those of the first call.
     replaced: Mapping[int, Any] = MappingProxyType({})
 
 

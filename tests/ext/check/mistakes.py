@@ -22,29 +22,18 @@ HERE, RIGHT = "# <- here", re.compile(r"^(\s*).*#.*?\bright: (.*)$")
 
 
 class Mistake(NamedTuple):
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        module: The module that has the step.
-        name: The function that makes it.
-        kinds: The kinds of problem that a report may give.
-        mesh: Ranks on each axis.
-        only_a_run: Why no analysis without values can find it; empty where one can.
-        missed: Why a report says nothing of it all the same; empty where it must.
-        word: Of a row that only a run can find, a word of the sentence in which the report says so.
-        make: Makes the step and its arguments, of a mesh of one rank with the same axes.
-        lines: The lines of the module that a report may point to.
-    """
-
-    module: str
-    name: str
-    kinds: tuple[str, ...]
-    mesh: Mapping[str, int]
-    only_a_run: str
-    missed: str
-    word: str
+    module: str  # the module that has the step
+    name: str  # the function that makes it
+    kinds: tuple[str, ...]  # the kinds of problem that a report may give
+    mesh: Mapping[str, int]  # ranks on each axis
+    only_a_run: str  # why no analysis without values can find it; empty where one can
+    missed: str  # why a report says nothing of it all the same; empty where it must
+    word: str  # of a row that only a run can find, a word of the sentence in which the report says so
+    # Makes the step and its arguments, of a mesh of one rank with the same axes.
     make: Callable[[Any], tuple[Any, ...]]
-    lines: frozenset[int]
+    lines: frozenset[int]  # the lines of the module that a report may point to
 
     @property
     def file(self) -> Path:
@@ -66,19 +55,12 @@ class Mistake(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a report says of a row.
+    """What a report says of a row."""
 
-    Attributes:
-        problems: The number of problems.
-        kind: The kinds of all of them.
-        is_found: Whether one is of a kind of the row.
-        is_line_right: Whether one points to a line of the row.
-    """
-
-    problems: int
-    kind: str
-    is_found: bool
-    is_line_right: bool
+    problems: int  # the number of problems
+    kind: str  # the kinds of all of them
+    is_found: bool  # whether one is of a kind of the row
+    is_line_right: bool  # whether one points to a line of the row
 
 
 def mistake(

@@ -17,15 +17,10 @@ HYBRID: Mapping[str, int] = {"replicate": 2, "shard": 4}
 
 
 class Right(NamedTuple):
-    """A step without a mistake.
+    """A step without a mistake."""
 
-    Attributes:
-        make: Makes the step and its arguments, of a mesh of one rank.
-        mesh: Ranks on each axis.
-    """
-
-    make: Callable[[Any], tuple[Any, ...]]
-    mesh: Mapping[str, int] = SHARD
+    make: Callable[[Any], tuple[Any, ...]]  # makes the step and its arguments, of a mesh of one rank
+    mesh: Mapping[str, int] = SHARD  # ranks on each axis
 
 
 def loss_fn(params, x, y):
