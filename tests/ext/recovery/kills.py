@@ -34,44 +34,29 @@ MOST_STEPS = 4
 
 
 class Setting(NamedTuple):
-    """What is launched.
+    """What is launched."""
 
-    Attributes:
-        launcher: A module that is run as torchrun is.
-        ranks: The number of ranks.
-        form: Whether the step is eager or jitted.
-        uses_memory: Whether the manager has generations in memory; without, each step is saved to the folder.
-        every: Steps from one checkpoint on disk to the next, with generations in memory.
-        hosts: The network namespaces that the ranks are spread over, each with a launcher and a memory of its own.
-        has_tree_sums: Whether sums are in a tree, whose bits are those of any number of ranks.
-        job: The name that several launches have together; the launcher gives each one of its own if this is empty.
-    """
-
-    launcher: str
-    ranks: int
-    form: str
+    launcher: str  # a module that is run as torchrun is
+    ranks: int  # the number of ranks
+    form: str  # whether the step is eager or jitted
+    # Whether the manager has generations in memory; without, each step is saved to the folder.
     uses_memory: bool = True
-    every: int = 25
+    every: int = 25  # steps from one checkpoint on disk to the next, with generations in memory
+    # The network namespaces that the ranks are spread over, each with a launcher and a memory of its own.
     hosts: tuple[str, ...] = ()
-    has_tree_sums: bool = False
+    has_tree_sums: bool = False  # whether sums are in a tree, whose bits are those of any number of ranks
+    # The name that several launches have together; the launcher gives each one of its own if this is empty.
     job: str = ""
 
 
 class Kill(NamedTuple):
-    """The moment of a kill: a part of the time from an event of a life to what follows.
-
-    Attributes:
-        event: The name of the event.
-        count: Which of those of one name.
-        part: A part of the time, from 0 to 1.
-        ranks: Those that are killed, the first of which has the event.
-        hosts: The hosts that are lost, in the place of ranks: all ranks that run there, and their memory.
-    """
+    """The moment of a kill: a part of the time from an event of a life to what follows."""
 
     event: str
-    count: int
-    part: float
-    ranks: tuple[int, ...] = ()
+    count: int  # which of those of one name
+    part: float  # a part of the time, from 0 to 1
+    ranks: tuple[int, ...] = ()  # those that are killed, the first of which has the event
+    # The hosts that are lost, in the place of ranks: all ranks that run there, and their memory.
     hosts: tuple[str, ...] = ()
 
 

@@ -17,21 +17,13 @@ STATUS_LINES = 60
 
 
 class Event(NamedTuple):
-    """Something that a rank did.
-
-    Attributes:
-        rank: The rank.
-        pid: Its process: another one after each restart.
-        name: What it did.
-        time: When, in seconds of a clock that all processes of the machine share.
-        values: What else the rank says of it.
-    """
+    """Something that a rank did."""
 
     rank: int
-    pid: int
-    name: str
-    time: float
-    values: Mapping[str, Any]
+    pid: int  # its process: another one after each restart
+    name: str  # what it did
+    time: float  # when, in seconds of a clock that all processes of the machine share
+    values: Mapping[str, Any]  # what else the rank says of it
 
 
 class EventWriter:
