@@ -23,35 +23,22 @@ NAMES = {operator: name for name, operator in OF_TORCH.items()}
 
 
 class Call(NamedTuple):
-    """One call of an operator in a step.
+    """One call of an operator in a step."""
 
-    Attributes:
-        place: The name of the place, such as "gathered", or of torch's operator.
-        index: The number of the block or the leaf, that the place was given; -1 for torch's operators.
-        digest: A hash of its input.
-        occurrence: How many calls of the place before it had the same index and input, as where a value is recomputed.
-    """
-
-    place: str
-    index: int
-    digest: str
+    place: str  # the name of the place, such as "gathered", or of torch's operator
+    index: int  # the number of the block or the leaf, that the place was given; -1 for torch's operators
+    digest: str  # a hash of its input
+    # How many calls of the place before it had the same index and input, as where a value is recomputed.
     occurrence: int = 0
 
 
 class Fault(NamedTuple):
-    """What is wrong with which call.
-
-    Attributes:
-        call: The call.
-        kind: One of KINDS.
-        element: The number of the element, modulo how many there are.
-        per_step: How many calls of a step are equal but for their occurrence; 1 if it is in all of them.
-    """
+    """What is wrong with which call."""
 
     call: Call
-    kind: str
-    element: int
-    per_step: int
+    kind: str  # one of KINDS
+    element: int  # the number of the element, modulo how many there are
+    per_step: int  # how many calls of a step are equal but for their occurrence; 1 if it is in all of them
 
 
 class Recorded(NamedTuple):

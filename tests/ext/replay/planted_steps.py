@@ -28,15 +28,10 @@ CHANGE = 1e-3
 
 
 class Change(NamedTuple):
-    """An operator of one version of a step that computes something else.
+    """An operator of one version of a step that computes something else."""
 
-    Attributes:
-        place: One of PLACES, which multiplies by a number in both versions, or "" for none.
-        index: The number of the block, or of the leaf of the optimizer's state; -1 changes nothing.
-    """
-
-    place: str = ""
-    index: int = 0
+    place: str = ""  # one of PLACES, which multiplies by a number in both versions, or "" for none
+    index: int = 0  # the number of the block, or of the leaf of the optimizer's state; -1 changes nothing
 
     def factor(self, place: str, index: int) -> float:
         """What the value of a place is multiplied by."""
@@ -165,23 +160,14 @@ def plant_in_optimizer(inner: fs.Optimizer, change: Change) -> fs.Optimizer:
 
 
 class Setting(NamedTuple):
-    """A step, its state and this rank's batch.
+    """A step, its state and this rank's batch."""
 
-    Attributes:
-        step: The function of (state, batch).
-        plain: The same without `fs.jit`.
-        gradients: The function of (params, batch) that returns (loss, gradients).
-        state: The state.
-        batch: The batch.
-        units: The patterns of leaves by the index that their places have.
-    """
-
-    step: Callable[..., Any]
-    plain: Callable[..., Any]
-    gradients: Callable[..., Any]
+    step: Callable[..., Any]  # the function of (state, batch)
+    plain: Callable[..., Any]  # the same without `fs.jit`
+    gradients: Callable[..., Any]  # the function of (params, batch) that returns (loss, gradients)
     state: fs.TrainState
     batch: torch.Tensor
-    units: tuple[str, ...]
+    units: tuple[str, ...]  # the patterns of leaves by the index that their places have
 
 
 def make(kind: str, change: Change = Change()) -> Setting:  # noqa: B008

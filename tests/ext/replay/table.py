@@ -33,57 +33,33 @@ BOUND = 1e-6
 
 
 class Case(NamedTuple):
-    """A fault of the table.
+    """A fault of the table."""
 
-    Attributes:
-        step: One of STEPS.
-        world: The number of ranks.
-        place: One of PLACES, or an operator of torch.
-        kind: One of TOOLS.
-        seed: Chooses rank, call and element.
-    """
-
-    step: str
-    world: int
-    place: str
-    kind: str
-    seed: int
+    step: str  # one of STEPS
+    world: int  # the number of ranks
+    place: str  # one of PLACES, or an operator of torch
+    kind: str  # one of TOOLS
+    seed: int  # chooses rank, call and element
 
 
 class Truth(NamedTuple):
-    """What a report should say of a fault; texts are empty where there is nothing to ask.
-
-    Attributes:
-        rank: The rank.
-        operator: The name of the operator.
-        line: The number of the line in planted_steps.py.
-        module: The module.
-        unit: The unit; "-" for the one of all leaves outside of blocks.
-        leaf: The leaf's name.
-    """
+    """What a report should say of a fault; texts are empty where there is nothing to ask."""
 
     rank: int
     operator: str
-    line: int
+    line: int  # the number of the line in planted_steps.py
     module: str
-    unit: str
-    leaf: str
+    unit: str  # the unit; "-" for the one of all leaves outside of blocks
+    leaf: str  # the leaf's name
 
 
 class Answer(NamedTuple):
-    """How a case went.
-
-    Attributes:
-        case: The case.
-        truth: What the report should say.
-        right: Which of QUESTIONS the report answers rightly; those that were not asked are left out.
-        report: The report's text.
-    """
+    """How a case went."""
 
     case: Case
-    truth: Truth
-    right: dict[str, bool]
-    report: str
+    truth: Truth  # what the report should say
+    right: dict[str, bool]  # which of QUESTIONS the report answers rightly; those that were not asked are left out
+    report: str  # the report's text
 
 
 def list_cases() -> list[Case]:
