@@ -35,17 +35,11 @@ parsed = cache(ast.parse)
 
 
 class Size(NamedTuple):
-    """The size of a room.
+    """The size of a room."""
 
-    Attributes:
-        tokens: Tokens of code.
-        lines: Lines of code.
-        long_functions: Functions of more than FUNCTION_LINES lines of code.
-    """
-
-    tokens: int = 0
-    lines: int = 0
-    long_functions: int = 0
+    tokens: int = 0  # tokens of code
+    lines: int = 0  # lines of code
+    long_functions: int = 0  # functions of more than FUNCTION_LINES lines of code
 
     @property
     def density(self) -> float:

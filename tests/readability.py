@@ -29,35 +29,20 @@ MARK = "| file |"
 
 
 class Reading(NamedTuple):
-    """How one file reads.
+    """How one file reads."""
 
-    Attributes:
-        tokens: Tokens of code.
-        lines: Lines of code.
-        comprehensions: Comprehensions and generator expressions.
-        name_letters: Letters of the names that the file binds, each name once.
-        names: How many names it binds.
-        branches: Branches of the function that has most.
-        parameters: Parameters of the function that has most, but for `self` and `cls`.
-        attributes: Attributes of the class that has most.
-        any_parameters: Parameters that may be anything.
-        type_ignores: Lines that mypy is told to pass over.
-        weak_names: How often a name of `WEAK_NAMES` is bound.
-        participles: Functions whose name is a participle, such as `owned`.
-    """
-
-    tokens: int
-    lines: int
-    comprehensions: int
-    name_letters: int
-    names: int
-    branches: int
-    parameters: int
-    attributes: int
-    any_parameters: int
-    type_ignores: int
-    weak_names: int
-    participles: int
+    tokens: int  # tokens of code
+    lines: int  # lines of code
+    comprehensions: int  # comprehensions and generator expressions
+    name_letters: int  # letters of the names that the file binds, each name once
+    names: int  # how many names it binds
+    branches: int  # branches of the function that has most
+    parameters: int  # parameters of the function that has most, but for `self` and `cls`
+    attributes: int  # attributes of the class that has most
+    any_parameters: int  # parameters that may be anything
+    type_ignores: int  # lines that mypy is told to pass over
+    weak_names: int  # how often a name of `WEAK_NAMES` is bound
+    participles: int  # functions whose name is a participle, such as `owned`
 
     @property
     def density(self) -> float:

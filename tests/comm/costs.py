@@ -39,17 +39,11 @@ TIMED_COMPARISONS = 100
 
 
 class Connection(NamedTuple):
-    """One TCP socket of this process.
+    """One TCP socket of this process."""
 
-    Attributes:
-        kind: "store" for a client of the store, "listener", or "peer" for a connection with another rank.
-        segments: Segments with data that this end has sent.
-        bytes: Bytes that this end has sent.
-    """
-
-    kind: str
-    segments: int
-    bytes: int
+    kind: str  # "store" for a client of the store, "listener", or "peer" for a connection with another rank
+    segments: int  # segments with data that this end has sent
+    bytes: int  # bytes that this end has sent
 
 
 def list_connections(store_port: int) -> dict[int, Connection]:
