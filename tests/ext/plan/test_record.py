@@ -51,75 +51,67 @@ def test_collectives_are_those_that_are_recorded(strategy, activations, world_si
     assert_exact(partial(prepare_step, strategy, activations), sizes)
 
 
-def test_transforms_with_a_state_are_moved():
-    def make(mesh):
-        layout = fs.quantize(mesh["shard"], scatter=True)
-        params = fs.shard({"w": torch.ones(48, 64)}, fs.zero3(mesh, layout=layout))
-        step = train_step(lambda p, x: (x @ fs.gather(p)["w"]).square().mean(), adamw())
-        return step, fs.TrainState.create(params, adamw()), torch.ones(2, 48)
-
-    assert_exact(make, {"shard": 4})
+def product(params, x):
+    return (x @ fs.gather(params)["w"]).square().mean()
 
 
-def test_deferred_sums_are_planned():
+def with_a_state(mesh):
+    layout = fs.quantize(mesh["shard"], scatter=True)
+    params = fs.shard({"w": torch.ones(48, 64)}, fs.zero3(mesh, layout=layout))
+    return train_step(product, adamw()), fs.TrainState.create(params, adamw()), torch.ones(2, 48)
+
+
+def deferred(mesh):
     """Groups are reduced over once for three microbatches."""
-
-    def make(mesh):
-        params = fs.shard({"w": torch.ones(48, 64)}, fs.hsdp(mesh))
-        return step, fs.TrainState.create(params, fs.adamw(0.1)), torch.ones(6, 48)
-
-    def step(state, x):
-        differentiate = fs.accumulate(lambda p, x: (x @ fs.gather(p)["w"]).square().mean(), communicate="outer_once")
-        loss, grads = differentiate(state.params, x.chunk(3))
-        return fs.update(fs.adamw(0.1), state, grads), loss
-
-    assert_exact(make, {"replicate": 2, "shard": 2})
+    params = fs.shard({"w": torch.ones(48, 64)}, fs.hsdp(mesh))
+    step = train_step(product, adamw(), fs.accumulate, communicate="outer_once")
+    return step, fs.TrainState.create(params, adamw()), torch.ones(6, 48).chunk(3)
 
 
-def test_regathers_inside_a_group_are_planned():
-    def make(mesh):
-        layout = {"axis": ("local", "node"), "min_shard_elements": 0, "bucket_bytes": 0, "regather_axis": "local"}
-        params = fs.shard({name: torch.ones(48, 48) for name in "abc"}, fs.zero3(mesh, prefetch=0, **layout))
-        return train_step(loss, adamw()), fs.TrainState.create(params, adamw()), torch.ones(2, 48)
+def regathered_inside_a_group(mesh):
+    layout = {"axis": ("local", "node"), "min_shard_elements": 0, "bucket_bytes": 0, "regather_axis": "local"}
+    params = fs.shard({name: torch.ones(48, 48) for name in "abc"}, fs.zero3(mesh, prefetch=0, **layout))
 
     def loss(params, x):
         for name in "abc":
             x = torch.tanh(x @ fs.gather(params[name]))
         return x.square().mean()
 
-    assert_exact(make, {"node": 2, "local": 2})
+    return train_step(loss, adamw()), fs.TrainState.create(params, adamw()), torch.ones(2, 48)
 
 
-def test_leaves_that_ranks_own_are_planned():
-    def make(mesh):
-        params = fs.shard(own_dim.initial(), own_dim.STRATEGIES["inside, by the same dim"](mesh))
-        batch = [torch.ones(8, own_dim.WIDTH, dtype=torch.float64)] * 2
-        return step, fs.TrainState.create(params, fs.adamw(0.1)), *batch
-
-    def step(state, x, y):
-        axis = state.params["experts"]["up"].spec.owned[0]
-        loss, grads = fs.value_and_grad(own_dim.loss_fn)(state.params, x, y, axis)
-        return fs.update(fs.adamw(0.1), state, grads), loss
-
-    assert_exact(make, {"shard": 2, "expert": 2})
+def owned(mesh):
+    params = fs.shard(own_dim.initial(), own_dim.STRATEGIES["inside, by the same dim"](mesh))
+    batch = [torch.ones(8, own_dim.WIDTH, dtype=torch.float64)] * 2
+    state = fs.TrainState.create(params, adamw())
+    return train_step(own_dim.loss_fn, adamw()), state, *batch, fs.axis_of(mesh, "expert")
 
 
-def test_units_with_strategies_of_their_own_and_gathers_started_ahead_are_planned():
-    def make(mesh):
-        apart = partial(fs.zero3, mesh, min_shard_elements=0, bucket_bytes=0)
-        strategy = fs.masked(
-            apart(regather=False, param_dtype=torch.float32), "1.*", otherwise=apart(param_dtype=torch.bfloat16)
-        )
-        model = fs.functionalize(torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)]), torch.nn.Linear)
-        tx = adamw()
-        state = fs.TrainState.create(model.init(strategy, seed=0), tx)
+def started_ahead(mesh):
+    """And units have strategies of their own."""
+    apart = partial(fs.zero3, mesh, min_shard_elements=0, bucket_bytes=0)
+    strategy = fs.masked(
+        apart(regather=False, param_dtype=torch.float32), "1.*", otherwise=apart(param_dtype=torch.bfloat16)
+    )
+    model = fs.functionalize(torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)]), torch.nn.Linear)
+    tx = adamw()
 
-        def step(state, x):
-            started = fs.start_gather({"2.weight": state.params["2.weight"]})
-            run = fs.value_and_grad(lambda params, x: model.apply(params, x).square().mean())
-            loss, grads = run(state.params | started, x)
-            return fs.update(tx, state, grads), loss
+    def step(state, x):
+        started = fs.start_gather({"2.weight": state.params["2.weight"]})
+        run = fs.value_and_grad(lambda params, x: model.apply(params, x).square().mean())
+        loss, grads = run(state.params | started, x)
+        return fs.update(tx, state, grads), loss
 
-        return step, state, torch.ones(2, 8)
+    return step, fs.TrainState.create(model.init(strategy, seed=0), tx), torch.ones(2, 8)
 
-    assert_exact(make, {"shard": 4})
+
+STEPS = {
+    **{with_a_state: {"shard": 4}, deferred: {"replicate": 2, "shard": 2}, owned: {"shard": 2, "expert": 2}},
+    **{regathered_inside_a_group: {"node": 2, "local": 2}, started_ahead: {"shard": 4}},
+}
+
+
+@pytest.mark.rows(len(STEPS))
+@pytest.mark.parametrize("make", STEPS)
+def test_steps_of_other_kinds_are_planned(make):
+    assert_exact(make, STEPS[make])
