@@ -321,21 +321,6 @@ def test_a_state_without_values_in_the_layout_of_one_with_values(tmp_path):
     assert_same(manager(tmp_path).restore(state), following)
 
 
-def test_ranks_send_nothing_from_the_third_generation_on(tmp_path):
-    def program():
-        state = split(0)
-        kept = manager(tmp_path)
-        for step in range(2):
-            kept.save(state, step)
-        # Every message is a merge.
-        kept._memory._exchange.merge_objects = None
-        for step in range(2, 5):
-            kept.save(state, step)
-        return kept.latest_step()
-
-    assert spmd(program, 2) == [4, 4]
-
-
 def test_the_end_of_a_run_removes_the_directory(tmp_path):
     def program(error):
         with manager(tmp_path) as kept:
