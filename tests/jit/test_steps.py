@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn, optim
-from torch.func import grad, jvp, vmap
+from torch.func import jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
@@ -388,17 +388,6 @@ def test_a_layer_of_lstm_has_the_bits_of_eager_code():
         return fs.value_and_grad(lambda params: model.apply(params, x)[0].square().mean())(params)
 
     assert_alike(fs.jit(grad)(params), grad(params))
-
-
-def test_gradients_of_tangents_of_rows_with_others_around_them():
-    draw = normal()
-
-    def loss(w, x):
-        slope = lambda x: jvp(lambda x: torch.tanh(x @ w), (x,), (torch.ones_like(x),))[1]  # noqa: E731
-        return jvp(slope, (x,), (torch.ones_like(x),))[1].sum()
-
-    args = draw(2, 3), draw(6, 2)[2:4]
-    assert_alike(fs.jit(grad(loss))(*args), grad(loss)(*args))
 
 
 def test_arguments_of_several_dtypes_in_one_memory_are_measured_where_they_lie():
