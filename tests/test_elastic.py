@@ -1,7 +1,6 @@
 """Runs that are killed go on from their last checkpoint as if nothing had been, on as many ranks as there then are."""
 
 import os
-import random
 import signal
 import subprocess
 import time
@@ -54,19 +53,6 @@ def losses_of(directory):
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     rows = [line.split() for line in lines if line.endswith("\n")]
     return {int(step): float(loss) for step, loss, _ in rows}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(2 * TIMEOUT)
-@pytest.mark.parametrize(
-    ("ranks", "options"), [(1, ()), (2, ("--microbatches", 4, "--remat")), (3, ("--precision", "bfloat16"))], ids=str
-)
-def test_run_killed_several_times_equals_uninterrupted(tmp_path, ranks, options):
-    kill_at = sorted(random.Random(ranks).sample(range(STEPS - 5), 3))
-    expected = train(tmp_path / "uninterrupted", ranks, *options)
-    assert list(expected) == list(range(STEPS))
-    assert expected[STEPS - 1] < expected[0] - 1
-    assert train(tmp_path / "killed", ranks, *options, kill_at=kill_at) == expected
 
 
 @pytest.mark.slow
