@@ -100,12 +100,8 @@ def after_a_step(p, x):
 
 
 PROGRAMS = {
-    "weight norm": weight_norm,
-    "norms of each leaf": norms_of_each_leaf,
-    "LoRA": lora,
-    "derived of derived": derived_of_derived,
-    "used twice": used_twice,
-    "after a step": after_a_step,
+    **{"weight norm": weight_norm, "norms of each leaf": norms_of_each_leaf, "LoRA": lora},
+    **{"derived of derived": derived_of_derived, "used twice": used_twice, "after a step": after_a_step},
 }
 
 
