@@ -1,4 +1,4 @@
-"""The README of communication names the files, the fields, the functions and the keys of the store that are there."""
+"""The README of communication names the fields and the keys of the store that are there."""
 
 import dataclasses
 import re
@@ -12,30 +12,15 @@ import fshard as fs
 from fshard import comm
 from fshard.comm.groups import RankState
 from tests.ranks import my_rank, on_ranks
-from tests.test_guide import ROOT, dead_links, tables
+from tests.test_guide import ROOT, tables
 from tests.trees import one_axis
 
 README = ROOT / "fshard/comm/README.md"
 TEXT = README.read_text()
 TABLES = {rows[0][0]: rows[1:] for rows in tables(TEXT)}
-SOURCE = "".join(path.read_text() for path in README.parent.glob("*.py"))
 # Written only where a rank fails in init_mesh, or waits there for long; see test_meeting.py.
 KEYS = ("note", "askers", "stand-ins", "read/<rank>", "answer/<rank>")
 OF_FAILED_MEETINGS = {f"fshard/meeting <meeting>/{key}" for key in KEYS}
-
-
-def test_every_file_is_there():
-    assert {row[0] for row in TABLES["file"]} == {path.name for path in README.parent.glob("*.py")} - {"__init__.py"}
-    assert list(dead_links(README)) == []
-
-
-def test_every_function_is_there():
-    names = re.findall(r"`(?:[a-z]\w*\.)?(_?[a-z]+_\w+|_[a-z]+)`", TEXT)
-    assert len(names) > 10
-    assert [name for name in names if not re.search(rf"\b{name}\b", SOURCE + " init_mesh")] == []
-    for owner, name in re.findall(r"`([A-Z]\w+)\.(\w+)`", TEXT):
-        (body,) = re.findall(rf"^class {owner}\b.*?(?=^\S)", SOURCE, re.MULTILINE | re.DOTALL)
-        assert re.search(rf"(def |self\.|    ){name}\b", body), f"{owner}.{name}"
 
 
 def test_every_field_has_its_writer():
