@@ -1,11 +1,10 @@
-"""Steps of methods of training, without a mistake: mixtures, contrast, distillation, GANs, penalties, codebooks."""
+"""Steps of methods of training, without a mistake: contrast, distillation, GANs, penalties, codebooks."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import fshard as fs
-from fshard.extend import custom_call
 from tests.ext.check.programs import BATCH, CLASSES, HIDDEN, TX, WIDTH, X, Y, split, state_of, train
 from tests.ext.check.right_steps import HYBRID, Right
 
@@ -18,35 +17,6 @@ def forward(full, x):
 
 def loss_fn(params, x, y):
     return F.cross_entropy(forward(fs.gather(params), x), y)
-
-
-def mixture(mesh):
-    """Experts that ranks own, a router that every rank has, and its balance over all ranks."""
-    axis = mesh["shard"]
-    experts = 8
-
-    def step(state, x, y, ep):
-        def loss_of(params):
-            full = fs.gather({name: params[name] for name in ("router", "head")})
-            own = fs.gather(params["experts"])
-            logits = x @ full["router"]
-            routing = fs.moe.route(logits, 2)
-            rows, sent = fs.moe.dispatch(x, routing, ep, capacity=2)
-            out = fs.moe.combine([row @ weight for row, weight in zip(rows, own)], sent)
-            balance = fs.moe.load_balance(routing, [ep])
-            return F.cross_entropy(out @ full["head"], y) + 0.01 * balance + 1e-3 * fs.moe.z_loss(logits)
-
-        loss, grads = fs.value_and_grad(loss_of)(state.params)
-        return fs.update(TX, state, grads), loss
-
-    layout = fs.masked(fs.own_dim(axis), "experts", otherwise=fs.fully_shard(axis))
-    full = {
-        "experts": torch.ones(experts, WIDTH, WIDTH),
-        "router": torch.ones(WIDTH, experts),
-        "head": torch.ones(WIDTH, CLASSES),
-    }
-    params = fs.shard(full, fs.zero3(mesh, layout=layout))
-    return step, fs.TrainState.create(params, TX), X, Y, fs.axis_of(axis)
 
 
 def clip(mesh):
@@ -194,23 +164,6 @@ def normalized_over_two_axes(mesh):
     return step, state_of(FULL, fs.hsdp(mesh, min_shard_elements=0), buffers=buffers), X, Y, *axes
 
 
-def weighted_metrics(mesh):
-    """Means of items of unequal weights, in the loss and in two metrics."""
-
-    def step(state, x, y, weights, axis):
-        def loss_and_more(params):
-            logits = forward(fs.gather(params), x)
-            losses = F.cross_entropy(logits, y, reduction="none")
-            right = (logits.argmax(-1) == y).float()
-            return ((losses * weights).sum(), weights.sum()), (right * weights).sum()
-
-        (loss, right), grads = fs.value_and_grad(loss_and_more, reduce="weighted", has_aux=True)(state.params)
-        weight = fs.psum(weights.sum(), axis)
-        return fs.update(TX, state, grads), {"loss": loss, "accuracy": fs.psum(right, axis) / weight, "weight": weight}
-
-    return step, state_of(FULL, split(mesh)), X, Y, torch.ones(BATCH), fs.axis_of(mesh)
-
-
 def codebook(mesh):
     """VQ-VAE, whose codebook is an average over the rows of all ranks."""
 
@@ -315,40 +268,6 @@ def mixed_up(mesh):
     return step, state_of(FULL, split(mesh), key=0), X, Y, fs.axis_of(mesh)
 
 
-def custom(mesh):
-    """A collective of one's own, which takes the rows of the rank before."""
-
-    def loss_of(params, x, axis):
-        ring = [(rank, (rank + 1) % axis.size) for rank in range(axis.size)]
-
-        def shift(tensors):
-            return [fs.ppermute(tensors[0], axis, ring)], []
-
-        def shift_back(saved, grads):
-            return [fs.ppermute(grads[0], axis, [pair[::-1] for pair in ring])]
-
-        rows = F.normalize(x @ fs.gather(params)["w"], dim=-1)
-        (before,) = custom_call(shift, shift_back, [rows], "shift", axis, plain=None, remedy="use the plain form")
-        return (rows * before).sum(-1).mean()
-
-    return train(loss_of), state_of({"w": FULL["w"]}, split(mesh)), X, fs.axis_of(mesh)
-
-
-def trust_ratio(mesh):
-    """LARS by hand, with norms of whole leaves."""
-
-    def step(state, x, y):
-        loss, grads = fs.value_and_grad(loss_fn)(state.params, x, y)
-        ratios = fs.tree_map(lambda p, g: p / (g + 1e-9), fs.leaf_norms(state.params), fs.leaf_norms(grads))
-        params = {
-            name: fs.tree_map(lambda p, g, r=ratios[name]: p - 0.1 * r * g, p, grads[name])
-            for name, p in state.params.items()
-        }
-        return state._replace(params=params), loss
-
-    return step, state_of(FULL, split(mesh)), X, Y
-
-
 def deviation_metric(mesh):
     """The deviation of the losses of ranks, and the largest."""
 
@@ -415,9 +334,8 @@ def rate_scaled_with_ranks(mesh):
 
 
 PROGRAMS = (
-    *(mixture, clip, whole_batch, teacher, centered_teacher, distillation, adversarial, weighted_metrics, codebook),
-    *(sharpness, twins, policy, mixed_up, custom, trust_ratio, deviation_metric, sinkhorn, own_members),
-    rate_scaled_with_ranks,
+    *(clip, whole_batch, teacher, centered_teacher, distillation, adversarial, codebook, sharpness, twins, policy),
+    *(mixed_up, deviation_metric, sinkhorn, own_members, rate_scaled_with_ranks),
 )
 TABLE = {
     **{program.__name__.replace("_", " "): Right(program) for program in PROGRAMS},
