@@ -3,9 +3,9 @@
 import torch
 
 import fshard as fs
-from fshard.extend import custom_call
 from tests.ext.check.mistakes import SHARD_TP, mistake
 from tests.ext.check.programs import LAYER, WIDTH, X, parallel, split, state_of, train
+from tests.ext.parallel.test_custom_call import cubes
 
 FULL = {"w": torch.ones(8, 3), "b": torch.ones(5)}
 
@@ -309,24 +309,10 @@ def sum_of_a_whole_leaf(mesh):
     return train(loss_fn), state_of(FULL, large(mesh)), fs.axis_of(mesh)
 
 
-def cubes(x, axis):
-    """The cube of the value of the rank before, by a collective of the user's own."""
-    ring = [(rank, (rank + 1) % axis.size) for rank in range(axis.size)]
-
-    def forward(tensors):
-        received = fs.ppermute(tensors[0], axis, ring)
-        return [received**3], [received]
-
-    def backward(saved, grads):
-        return [fs.ppermute(3 * saved[0] ** 2 * grads[0], axis, [pair[::-1] for pair in ring])]
-
-    return custom_call(forward, backward, [x], "cubes", axis, plain=None, remedy="use the plain form")[0]
-
-
 @mistake("superfluous cast")
 def cast_of_a_collective_of_ones_own(mesh):
     def loss_fn(params, axis):
-        w = cubes(fs.gather(params)["w"], axis)
+        w = cubes(fs.gather(params)["w"], axis, plain=False)
         w = fs.pcast(w, axis, to="varying")  # <- here; right: pass
         return w.sum()
 
