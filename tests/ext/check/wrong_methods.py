@@ -8,7 +8,7 @@ from torch import nn
 
 import fshard as fs
 from tests.ext.check.mistakes import SHARD_TP, mistake
-from tests.ext.check.programs import BATCH, CLASSES, HIDDEN, LAYER, TX, WIDTH, X, Y, parallel, split, state_of
+from tests.ext.check.programs import BATCH, CLASSES, HIDDEN, LAYER, TX, WIDTH, X, Y, parallel, split, state_of, train
 
 FULL = {"w": torch.ones(WIDTH, HIDDEN), "b": torch.ones(HIDDEN), "head": torch.ones(HIDDEN, CLASSES)}
 HYBRID = {"replicate": 2, "shard": 4}
@@ -236,33 +236,25 @@ def mean_in_a_weighted_loss(mesh):
 
 @mistake("missing sum", mesh=SHARD_TP)
 def softmax_of_the_classes_of_each_rank(mesh):
-    def step(state, x, shard, tp):
-        def loss_of(params):
-            full = fs.gather(params)
-            scores = (fs.pcast(x * full["norm"], tp, to="varying") @ full["up"].T).exp()
-            total = scores.sum(-1, keepdim=True)
-            # right: total = fs.psum(total, tp)
-            mixed = fs.psum_invariant((scores / total) @ full["down"].T, tp)  # <- here
-            return (mixed @ full["head"].T).square().mean()
+    def loss_of(params, x, shard, tp):
+        full = fs.gather(params)
+        scores = (fs.pcast(x * full["norm"], tp, to="varying") @ full["up"].T).exp()
+        total = scores.sum(-1, keepdim=True)
+        # right: total = fs.psum(total, tp)
+        mixed = fs.psum_invariant((scores / total) @ full["down"].T, tp)  # <- here
+        return (mixed @ full["head"].T).square().mean()
 
-        loss, grads = fs.value_and_grad(loss_of)(state.params)
-        return fs.update(TX, state, grads), loss
-
-    return step, state_of(LAYER, parallel(mesh)), X, *axes_of(mesh)
+    return train(loss_of), state_of(LAYER, parallel(mesh)), X, *axes_of(mesh)
 
 
 @mistake(only_a_run="Which row of another rank belongs to one of this is known to the data alone.", word="positions")
 def labels_without_the_rank(mesh):
     """Each rank compares its rows with those of all, and takes those of the first rank for its own."""
 
-    def step(state, x, axis):
-        def loss_of(params):
-            rows = F.normalize(x @ fs.gather(params)["w"], dim=-1)
-            every = fs.all_gather(rows, axis)
-            labels = torch.arange(len(rows))  # <- here
-            return F.cross_entropy(rows @ every.T, labels)
+    def loss_of(params, x, axis):
+        rows = F.normalize(x @ fs.gather(params)["w"], dim=-1)
+        every = fs.all_gather(rows, axis)
+        labels = torch.arange(len(rows))  # <- here
+        return F.cross_entropy(rows @ every.T, labels)
 
-        loss, grads = fs.value_and_grad(loss_of)(state.params)
-        return fs.update(TX, state, grads), loss
-
-    return step, state_of({"w": FULL["w"]}, split(mesh)), X, fs.axis_of(mesh)
+    return train(loss_of), state_of({"w": FULL["w"]}, split(mesh)), X, fs.axis_of(mesh)
