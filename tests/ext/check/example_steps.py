@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import fshard as fs
 from tests.ext.check.closed_axes import open_axes
+from tests.test_examples import SHORT
 from tests.test_processes import ROOT
 
 sys.path.append(str(ROOT / "examples"))
@@ -39,23 +40,14 @@ class Example(NamedTuple):
 SHARD = {"shard": 8}
 # Examples that call a step that nobody jits.
 DECORATED = ("find_the_nan", "four_dimensions", "diloco", "rl")
-SMALL: Sequence[Any] = ("--steps", 2, "--width", 16, "--layers", 1)
 TABLE = {
-    "train_gpt": Example(("--steps", 3, "--sample", 4, "--directory", "."), SHARD),
-    "ddp_parity": Example((*SMALL, "--heads", 2, "--context", 8, "--sample", 4), SHARD),
-    "mnist": Example(("--epochs", 1, "--hidden", 32, "--directory", "."), SHARD),
-    "find_the_nan": Example(SMALL, SHARD),
-    "finetune_lora": Example(("--steps", 2, "--export", "."), SHARD),
-    "finetune_peft": Example(("--steps", 2, "--export", "."), SHARD),
-    "resnet": Example(("--steps", 2, "--directory", "."), SHARD),
-    "diffusion": Example(("--steps", 2, "--times", 4, "--directory", "."), SHARD),
+    **{name: Example(SHORT[name], SHARD) for name in ("train_gpt", "ddp_parity", "mnist", "find_the_nan", "resnet")},
+    **{name: Example(SHORT[name], SHARD) for name in ("finetune_lora", "finetune_peft", "diffusion", "diloco", "rl")},
+    "ensemble": Example(SHORT["ensemble"], SHARD),
     # Its first steps are those of a comparison, which makes no inner steps.
-    "maml": Example(("--steps", 2), SHARD, {3: 1}),
-    "fit": Example((*SMALL[:2], "--width", 32, "--layers", 2, "--context", 16), SHARD),
-    "four_dimensions": Example(("--steps", 2), {"pipe": 2, "shard": 2, "cp": 1, "tp": 2}),
-    "diloco": Example(("--rounds", 1), SHARD),
-    "rl": Example(("--steps", 2), SHARD),
-    "ensemble": Example(("--steps", 1, "--members", 2), SHARD),
+    "maml": Example(SHORT["maml"], SHARD, {3: 1}),
+    "fit": Example(("--steps", 2, "--width", 32, "--layers", 2, "--context", 16), SHARD),
+    "four_dimensions": Example(SHORT["four_dimensions"], {"pipe": 2, "shard": 2, "cp": 1, "tp": 2}),
 }
 
 
