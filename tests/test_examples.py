@@ -65,43 +65,38 @@ class Clock:
         return self.now
 
 
-def loop(clock, seconds, shown=True):
-    """Take steps of a second each behind a progress bar."""
-    bar = progress_bar.progress(range(seconds), "training", shown=shown)
-    for step in bar:
-        clock.now += 1
-        bar.set_postfix_str(f"loss {step}", refresh=False)
+@pytest.fixture
+def loop(monkeypatch, capsys):
+    """Take steps of a second each behind a progress bar, and return what is printed."""
+
+    def run(shown=True):
+        clock = Clock()
+        monkeypatch.setattr("tqdm.std.time", clock)
+        bar = progress_bar.progress(range(36), "training", shown=shown)
+        for step in bar:
+            clock.now += 1
+            bar.set_postfix_str(f"loss {step}", refresh=False)
+        assert clock.now == 100 + 36
+        return capsys.readouterr().err
+
+    return run
 
 
-def test_a_log_has_a_line_of_progress_in_ten_seconds(monkeypatch, capsys):
-    clock = Clock()
-    monkeypatch.setattr("tqdm.std.time", clock)
-    loop(clock, 36)
-    printed = capsys.readouterr().err
+def test_a_log_has_a_line_of_progress_in_ten_seconds_and_a_terminal_one_line(loop, monkeypatch):
+    printed = loop()
     assert "\r" not in printed
-    counts = [int(number) for number in re.findall(r"^training: .* (\d+)/36 ", printed, re.MULTILINE)]
-    assert counts == [0, 10, 20, 30, 36]
+    assert re.findall(r"^training: .* (\d+)/36 ", printed, re.MULTILINE) == ["0", "10", "20", "30", "36"]
     assert "loss 35" in printed.splitlines()[-1]
-
-
-def test_a_terminal_has_one_line_of_progress(monkeypatch, capsys):
-    clock = Clock()
-    monkeypatch.setattr("tqdm.std.time", clock)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    loop(clock, 36)
-    printed = capsys.readouterr().err
+    printed = loop()
     assert printed.count("\n") == 1
     assert printed.count("\r") >= 36
 
 
-def test_progress_is_shown_where_it_should_be(monkeypatch, capsys):
-    clock = Clock()
-    monkeypatch.setattr("tqdm.std.time", clock)
-    loop(clock, 36, shown=False)
+def test_progress_is_shown_where_it_should_be(loop, monkeypatch):
+    assert loop(shown=False) == ""
     monkeypatch.setattr(progress_bar, "tqdm", None)
-    loop(clock, 36)
-    assert clock.now == 100 + 2 * 36
-    assert capsys.readouterr().err == ""
+    assert loop() == ""
 
 
 def test_only_a_package_of_the_extras_is_answered_by_a_command(monkeypatch):
