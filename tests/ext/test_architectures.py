@@ -60,22 +60,22 @@ class Case(NamedTuple):
             module.set_experts_implementation("batched_mm")
         return module
 
-    def batches(self):
+    def batches(self, sequences=SEQUENCES, length=LENGTH):
         """What each rank gets in each step: batches[step][rank]."""
         generator = torch.Generator().manual_seed(1)
 
         def batch():
             if self.model.startswith("ResNet"):
-                pixels = torch.randn(SEQUENCES, 3, 32, 32, generator=generator).double()
-                return {"pixel_values": pixels, "labels": torch.randint(3, (SEQUENCES,), generator=generator)}
-            ids = torch.randint(6, 60, (SEQUENCES, LENGTH), generator=generator)
+                pixels = torch.randn(sequences, 3, 32, 32, generator=generator).double()
+                return {"pixel_values": pixels, "labels": torch.randint(3, (sequences,), generator=generator)}
+            ids = torch.randint(6, 60, (sequences, length), generator=generator)
             mask = torch.ones_like(ids)
             # One of ones alone, transformers drops outside of traces.
             mask[0, -2:] = 0
             batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
             if self.model.startswith("Llava"):
                 ids[:, 1:5] = IMAGE
-                batch["pixel_values"] = torch.randn(SEQUENCES, 3, 8, 8, generator=generator).double()
+                batch["pixel_values"] = torch.randn(sequences, 3, 8, 8, generator=generator).double()
             return batch
 
         return [[batch() for _ in range(RANKS)] for _ in range(STEPS)]
@@ -134,7 +134,7 @@ def dense(module, batches):
         yield {"loss": sum(losses), "grads": grads, "params": {name: p.detach().clone() for name, p in named.items()}}
 
 
-def begun(module):
+def begun(module, transform=None):
     """A state, and the train step that users write for a model with buffers."""
     model, tx = functionalize(module), fs.from_torch(torch.optim.AdamW, **ADAMW)
 
@@ -146,7 +146,7 @@ def begun(module):
         (loss, buffers), grads = fs.value_and_grad(loss_fn, has_aux=True)(state.params)
         return fs.update(tx, state._replace(buffers=buffers), grads), loss, grads
 
-    return fs.TrainState.create(model.init(strategy()), tx, buffers=model.buffers), train_step
+    return fs.TrainState.create(model.init(transform or strategy()), tx, buffers=model.buffers), train_step
 
 
 @pytest.mark.parametrize("checkpointed", (False, True), ids=("kept", "checkpointed"))
