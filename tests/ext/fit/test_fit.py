@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.ext.fit.schedule import Cut, Schedule, StaleError, build
@@ -20,42 +19,15 @@ from fshard.ext.fit.step import StepFacts
 from fshard.extend import Rates, find_lifetimes, prepare, process_rank
 from fshard.testing import spmd
 from tests.trees import assert_same_bits, one_axis, two_axes
-
-WIDTH = 16
-
-
-class Block(nn.Module):
-    """A norm, an MLP and dropout around a residual stream."""
-
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x):
-        return x + self.dropout(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+from tests.unit_models import VOCABULARY, WIDTH, Block, Dropped, Language, filled, tie_head
 
 
-class Model(nn.Module):
-    """Blocks between an embedding and a head, which may be the same matrix."""
-
-    def __init__(self, layers=2, dropout=0.0, is_tied=False, is_checkpointed=False, vocabulary=37):
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, WIDTH)
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(layers))
-        self.head = nn.Linear(WIDTH, vocabulary, bias=False)
-        if is_tied:
-            self.head.weight = self.tokens.weight
-        self.is_checkpointed = is_checkpointed
-
-    def forward(self, x):
-        hidden = self.tokens(x)
-        for block in self.blocks:
-            hidden = checkpoint(block, hidden, use_reentrant=False) if self.is_checkpointed else block(hidden)
-        logits = self.head(hidden).flatten(0, 1)
-        return torch.nn.functional.cross_entropy(logits, x.flatten())
+def make_module(layers=2, has_dropout=False, is_tied=False, is_checkpointed=False):
+    """A language model, perhaps with dropout and with blocks that are checkpointed."""
+    module = Language(tie_head if is_tied else lambda model: None, hidden=(4 * WIDTH,) * layers)
+    if has_dropout or is_checkpointed:
+        module.blocks = nn.ModuleList(Dropped(4 * WIDTH, is_checkpointed) for _ in range(layers))
+    return filled(module.train(has_dropout), None)
 
 
 class Case(NamedTuple):
@@ -81,17 +53,16 @@ CASES = {
         model={"layers": 1},
         microbatches=2,
     ),
-    "dropout, checkpointed": Case(model={"layers": 1, "dropout": 0.5, "is_checkpointed": True}, has_key=True),
+    "dropout, checkpointed": Case(model={"layers": 1, "has_dropout": True, "is_checkpointed": True}, has_key=True),
 }
 
 
 def make_step(case, passes=()):
     """A train step, its state and the batch of this rank."""
-    torch.manual_seed(0)
-    model = fs.functionalize(Model(**case.model), units=Block)
+    model = fs.functionalize(make_module(**case.model), units=Block)
     tx = fs.from_torch(torch.optim.AdamW, lr=1e-2, fused=True)
-    state = fs.TrainState.create(model.init(case.strategy(), seed=0), tx, key=torch.tensor(0))
-    x = torch.randint(37, (4, 9), generator=torch.Generator().manual_seed(process_rank()))
+    state = fs.TrainState.create(model.init(case.strategy()), tx, key=torch.tensor(0))
+    x = torch.randint(VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(process_rank()))
 
     def step(state, x):
         def loss_fn(params, x):
@@ -134,7 +105,7 @@ RANKS = {"hsdp, units alone, microbatches": 4, "dropout, checkpointed": 1}
 @pytest.mark.rows(len(CASES))
 @pytest.mark.parametrize("name", CASES)
 def test_steps_within_a_budget_have_the_bits_of_steps_without_one(name):
-    """With the least budget, in which most is computed again. Rows of 37 tokens are uneven."""
+    """With the least budget, in which most is computed again. Rows of the vocabulary are uneven."""
 
     def program():
         traced, tensors = trace_case(CASES[name])
