@@ -349,7 +349,7 @@ def _move_buffers(buffers: Buffers, strategy: ShardTransform) -> Buffers:
 
 
 def _check_module(module: Any) -> None:
-    """Refuse what is no module, one that FSDP2 sharded, and what fshard would not reach.
+    """Refuse what is no module, one without shapes or that FSDP2 sharded, and what fshard would not reach.
 
     Modules that torch.jit made hold their weights in C++, where a copy of them has the weights of the first. Hooks on
     parameters would not be called.
@@ -364,13 +364,20 @@ def _check_module(module: Any) -> None:
                 "weights. Pass the module as it was before. fs.jit and torch.compile take it."
             )
     hooks = []
-    for name, parameter in _compat.named_parameters(module):
-        if hasattr(parameter, "full_tensor"):
+    for name, tensor in (*_compat.named_parameters(module), *_compat.named_buffers(module)):
+        expect(
+            not nn.parameter.is_lazy(tensor),
+            "functionalize",
+            f"{name!r} to have a shape",
+            "a tensor that a lazy module makes later",
+            "call the module once on a batch, which makes its tensors",
+        )
+        if hasattr(tensor, "full_tensor"):
             raise ValueError(
-                f"functionalize: parameter {name!r} is a DTensor, as fully_shard makes it. Pass the module as it was "
-                "before. fs.from_dtensor(module.state_dict(), strategy) takes the values over."
+                f"functionalize: {name!r} is a DTensor, as fully_shard makes it. Pass the module as it was before. "
+                "fs.from_dtensor(module.state_dict(), strategy) takes the values over."
             )
-        hook = _compat.hook_of(parameter)
+        hook = _compat.hook_of(tensor)
         if hook:
             hooks.append(f"[{name!r}] ({hook})")
     if hooks:
@@ -399,8 +406,8 @@ def functionalize(module: nn.Module, units: Units = None) -> Model:
         A Model with `init` and `apply`.
 
     Raises:
-        ValueError: if the module has parameters with hooks, or a part with parameters that torch.jit made, or `units`
-            or a part of it matches nothing.
+        ValueError: if the module has parameters with hooks, or of a lazy module that was not called yet, or a part with
+            parameters that torch.jit made, or `units` or a part of it matches nothing.
 
     >>> import fshard as fs
     >>> model = fs.functionalize(nn.Linear(2, 3))

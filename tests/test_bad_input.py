@@ -341,6 +341,14 @@ def test_hooks_on_parameters_are_refused_by_name(method):
 
 
 TEXTS = [
+    *(
+        (
+            partial(fs.functionalize, nn.Sequential(lazy)),
+            f"functionalize: expected '0.{name}' to have a shape, got a tensor that a lazy module makes later; call "
+            "the module once on a batch, which makes its tensors",
+        )
+        for lazy, name in ((nn.LazyLinear(3), "weight"), (nn.LazyBatchNorm1d(affine=False), "running_mean"))
+    ),
     (
         lambda: fs.functionalize(nn.Linear),
         "functionalize: module must be an nn.Module, not a type. Pass an instance, not the class.",

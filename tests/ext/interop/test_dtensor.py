@@ -85,7 +85,7 @@ def test_shards_become_the_dtensors_of_fsdp2():
 def test_a_module_that_fsdp2_has_sharded_is_refused():
     _, module, _, _ = sharded_by_both()
     assert refused(lambda: fs.functionalize(module)) == (
-        "functionalize: parameter '0.weight' is a DTensor, as fully_shard makes it. Pass the module as it was before. "
+        "functionalize: '0.weight' is a DTensor, as fully_shard makes it. Pass the module as it was before. "
         "fs.from_dtensor(module.state_dict(), strategy) takes the values over."
     )
 
