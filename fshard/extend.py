@@ -7,6 +7,7 @@
 - `BITS`: the bits of a digit, for `sum_digits`.
 - `Box`: a rectangular region of a tensor.
 - `bytes_of`: the elements of a tensor as bytes.
+- `call_schedule`: the value of a schedule in an update.
 - `calling`: lets other ranks hear of an error that ends a call.
 - `check_arguments`: refuses arguments that are not of a `Range`.
 - `check_axis`: refuses what is no axis of a mesh of this process.
@@ -39,6 +40,7 @@
 - `fake_maker`: makes tensors without values, to trace with.
 - `fake_process_groups`: lets there be process groups that cannot communicate, for traces.
 - `files`: the format of the files of a checkpoint: manifests, digests, and where chunks begin.
+- `FINITE`: a `Range`: any finite number.
 - `find_lifetimes`: when a graph's memory is taken and freed.
 - `find_machine`: which machine this is, since it booted.
 - `find_misfits`: finds the leaves, and the results of collectives, that a graph uses as what they are not.
@@ -213,7 +215,7 @@ from fshard.jit.signature import make_aval
 from fshard.jit.trace import trace
 from fshard.mesh import Mesh, process_rank, ranks_of, read_environment
 from fshard.optim.from_torch import TorchState
-from fshard.optim.leaves import count_updates, map_trained_leaves, no_updates, partition_axes, zero
+from fshard.optim.leaves import call_schedule, count_updates, map_trained_leaves, no_updates, partition_axes, zero
 from fshard.random import words_at
 from fshard.reduction_order import ReductionOrder, find_order
 from fshard.rounding import tolerance
@@ -249,6 +251,7 @@ from fshard.tree import (
 )
 from fshard.tree.checks import (
     COUNT,
+    FINITE,
     FRACTION,
     NOT_NEGATIVE,
     POSITIVE,
@@ -278,6 +281,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BITS",
     "COUNT",
+    "FINITE",
     "FRACTION",
     "MASK",
     "NODE_OBSERVER",
@@ -310,6 +314,7 @@ __all__ = [
     "any_dual",
     "arguments_of",
     "bytes_of",
+    "call_schedule",
     "calling",
     "check_arguments",
     "check_axis",

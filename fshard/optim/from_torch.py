@@ -14,7 +14,7 @@ import torch
 
 from fshard import _compat
 from fshard.errors import expect, refuse
-from fshard.optim.leaves import count_updates, no_updates, partition_axes, zero
+from fshard.optim.leaves import call_schedule, count_updates, no_updates, partition_axes, zero
 from fshard.reduction_order import ReductionOrder, find_order
 from fshard.rounding import half_the_digits
 from fshard.tree import (
@@ -98,12 +98,13 @@ def from_torch(
         The optimizer. Its state is sharded as the parameters are.
 
     Raises:
-        ValueError: if `cls` is not a torch.optim class, keeps something between steps that is not in the state of its
-            parameters, or `inject` names no numeric argument of it; from update, if it is differentiated; from init, if
-            a leaf cannot take a gradient, if the class looks across the elements of a sharded leaf, if it rounds
-            elements by their place with reduction_order="tree", or if its fused kernel does not step leaves of half
-            precision, as that of SGD on the CPU before torch 2.14.
-            Torch's own error if the class refuses its arguments, needs a closure, or cannot step on dense gradients.
+        ValueError: if `cls` is not a torch.optim class, refuses its arguments, keeps something between steps that is
+            not in the state of its parameters, or `inject` names no numeric argument of it; from update, if it is
+            differentiated, or a schedule returns no number; from init, if a leaf cannot take a gradient, if the class
+            looks across the elements of a sharded leaf, if it rounds elements by their place with
+            reduction_order="tree", or if its fused kernel does not step leaves of half precision, as that of SGD on the
+            CPU before torch 2.14.
+            Torch's own error if the class needs a closure, or cannot step on dense gradients.
 
     >>> import fshard as fs
     >>> tx = from_torch(torch.optim.SGD, lr=lambda count: 0.1 * 0.5**count)
@@ -200,7 +201,11 @@ class _WrappedClass:
         self._order = order
         # Makes the torch optimizer, with the hyperparameters before the first update.
         self._make: Make = partial(cls, **initial)
-        defaults = _build_optimizer(self._make, (), (), {}).defaults
+        try:
+            defaults = _build_optimizer(self._make, (), (), {}).defaults
+        except TypeError as error:
+            remedy = "A schedule is a function, as fs.from_torch_scheduler makes of one of torch"
+            raise ValueError(f"from_torch: {cls.__name__} refuses its arguments: {error}. {remedy}.") from error
         # Kernels that read step counts on an accelerator.
         self._has_capturable = "capturable" in defaults
         self._injected = _read_injections(inject, defaults)
@@ -415,13 +420,12 @@ def _make_small(leaf: Any) -> torch.Tensor:
 
 def _evaluate(hyper: Hyper, count: torch.Tensor, injected: Hyper) -> Hyper:
     """Evaluate the hyperparameters that change: schedules are called, and others may be injected by the state."""
-    return injected | {name: value(count) for name, value in hyper.items() if callable(value)}
+    return injected | {name: call_schedule(value, name, count) for name, value in hyper.items() if callable(value)}
 
 
 def _read_injections(inject: str | Names, defaults: Hyper) -> dict[str, float]:
     """Read the first values of injected hyperparameters, which must be numbers."""
-    is_single = isinstance(inject, str) or not isinstance(inject, Iterable)
-    names: tuple[Any, ...] = (inject,) if is_single else tuple(inject)
+    names = leaves_of(inject)
     numeric = [name for name, value in defaults.items() if isinstance(value, float) or type(value) is int]
     for name in names:
         if name not in numeric:

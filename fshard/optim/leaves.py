@@ -1,4 +1,4 @@
-"""Which leaves an update changes: those that take a gradient, how often each was updated, and how each is split."""
+"""What updates share: the leaves that take a gradient, how often each was updated, how it is split, and schedules."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from fshard.tree import Axis, Tree, is_sharded, is_trained, map_leaves
+from fshard.tree.checks import FINITE, check_numbers
 
 
 def partition_axes(leaf: Any) -> tuple[Axis, ...]:
@@ -18,6 +19,27 @@ def partition_axes(leaf: Any) -> tuple[Axis, ...]:
 def map_trained_leaves(f: Callable[[Any], Any], params: Tree) -> Tree:
     """Map over the leaves that take a gradient. Others become None."""
     return map_leaves(lambda leaf: f(leaf) if is_trained(leaf) else None, params)
+
+
+def call_schedule(schedule: Callable[[torch.Tensor], Any], name: str, count: torch.Tensor) -> Any:
+    """Return the value of a hyperparameter in an update.
+
+    Args:
+        schedule: The function that the user passed.
+        name: The hyperparameter, for an error.
+        count: The number of updates made.
+
+    Raises:
+        ValueError: if the function returns something else than a number, a tensor of one element or a tuple.
+    """
+    value = schedule(count)
+    # Such as of `lambda count: count >= 10`.
+    if getattr(value, "dtype", type(value)) in (bool, torch.bool):
+        value = value + 0
+    # Broadcast against shards, a tensor of several elements would give each rank other rates.
+    if not isinstance(value, tuple):
+        check_numbers("update", FINITE, **{f"the value of the schedule of {name}": value})
+    return value
 
 
 def zero() -> torch.Tensor:

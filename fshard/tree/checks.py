@@ -4,7 +4,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import compress, repeat
 from numbers import Real
 from typing import Any, NamedTuple
@@ -107,7 +107,8 @@ def _is_whole(value: Any) -> bool:
 
 # For `check_numbers`, which tests real numbers.
 POSITIVE = Range("a number above 0", lambda number: number > 0)
-NOT_NEGATIVE = Range("a finite number, 0 or more", lambda number: 0 <= number < math.inf)
+FINITE = Range("a finite number", math.isfinite)
+NOT_NEGATIVE = Range("a finite number, 0 or more", lambda number: math.isfinite(number) and number >= 0)
 FRACTION = Range("a number, 0 or more and below 1", lambda number: 0 <= number < 1)
 
 # For `check_arguments`, which tests values of any type.
@@ -153,7 +154,10 @@ def check_numbers(api_name: str, allowed: Range, **arguments: Any) -> None:
             holds = value.shape in ((), (1,)) and not value.is_complex() and value.dtype is not torch.bool
             shown = describe(value)
         else:
-            holds = isinstance(value, Real) and not isinstance(value, bool) and allowed.allows(value)
+            holds = False
+            # A whole number may be beyond float64.
+            with suppress(OverflowError):
+                holds = isinstance(value, Real) and not isinstance(value, bool) and allowed.allows(value)
             shown = f"{value!r:.40}"
         expect(holds, api_name, f"{name} to be {allowed.expected}", shown)
 

@@ -81,6 +81,11 @@ ROWS = [
         )
         for cls in (CountsItself, CountsInAGroup)
     ),
+    (
+        partial(fs.from_torch, optim.SGD, lr=optim.lr_scheduler.ConstantLR(optim.SGD([W["w"]]))),
+        "from_torch: SGD refuses its arguments: '<' not supported between instances of 'ConstantLR' and 'float'. A "
+        "schedule is a function, as fs.from_torch_scheduler makes of one of torch.",
+    ),
     *refused_states(),
     (lambda: fs.freeze(SGD, {"a": 1, "b": 0}), f"freeze: {MASK} a dict"),
     (

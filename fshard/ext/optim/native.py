@@ -20,9 +20,10 @@ from fshard.ext.optim.leaves import (
     share_out,
 )
 from fshard.ext.optim.norms import find_norm_order, global_norm, stack_norms
-from fshard.ext.optim.parts import FINITE, Mask, Number, Rate, read_rate
+from fshard.ext.optim.parts import Mask, Number, Rate, read_rate
 from fshard.ext.optim.wrappers import masked
 from fshard.extend import (
+    FINITE,
     FRACTION,
     NOT_NEGATIVE,
     any_dual,

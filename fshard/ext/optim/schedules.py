@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from fshard.ext.optim.parts import FINITE
-from fshard.extend import Range, check_numbers, expect
+from fshard.extend import FINITE, Range, check_numbers, expect
 
 __all__ = ["constant", "cosine", "from_torch_scheduler", "join", "linear", "warmup_cosine"]
 

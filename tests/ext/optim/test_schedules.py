@@ -1,7 +1,9 @@
 """from_torch_scheduler: torch's own values, looked up by the number of updates made."""
 
 import math
+from functools import partial
 
+import numpy
 import pytest
 import torch
 from torch import optim
@@ -174,13 +176,27 @@ NO_RATES = {
     "nan": math.nan,
     "'x'": "x",
     "None": None,
+    f"{10**39}": 10**400,
 }
 
 
-@pytest.mark.parametrize("make", (fs.sgd, fs.adamw, fs.lamb, fs.lars, fs.adafactor))
-def test_a_schedule_whose_value_is_no_number_is_refused(make):
+def one_update(make, lr):
     params = {"w": torch.ones(3)}
+    tx = make(lr=lr)
+    return tx.update(params, tx.init(params), params)[0]
+
+
+OF_TORCH = partial(fs.from_torch, optim.SGD)
+
+
+@pytest.mark.parametrize("make", (fs.sgd, fs.adamw, fs.lamb, fs.lars, fs.adafactor, OF_TORCH))
+def test_a_schedule_whose_value_is_no_number_is_refused(make):
     for got, value in NO_RATES.items():
-        tx = make(lambda count, value=value: value)
         text = f"update: expected the value of the schedule of lr to be a finite number, got {got}"
-        assert text_of(lambda tx=tx: tx.update(params, tx.init(params), params)) == text
+        assert text_of(partial(one_update, make, lambda count, value=value: value)) == text
+
+
+def test_a_comparison_is_a_schedule_of_0_and_1():
+    for make in (fs.sgd, OF_TORCH):
+        for value in (True, torch.tensor(True), numpy.bool_(True), numpy.float32(1.0)):
+            assert_same_bits(one_update(make, lambda count, value=value: value), {"w": torch.zeros(3)})
