@@ -195,13 +195,13 @@ GRADIENTS = [
         fs.value_and_grad(loss),
         "value_and_grad: leaves cannot have gradients\n"
         "  ['i']: expected a floating tensor, got an int64 Tensor of shape (2,)\n"
-        "To fix: shard these leaves with frozen=, or keep them out of the parameters.",
+        "To fix: pass the parameters of model.init. Shard others with frozen=, or keep them out.",
         lambda w: {"a": w.params["a"], "i": fs.shard(torch.arange(4), w.zero2)},
     ),
     on_world(
         "value_and_grad: leaves are no tensors\n"
         "  ['s']: expected a Sharded leaf or a tensor, got a float\n"
-        "To fix: keep other values out of the tree.",
+        "To fix: keep other values out of the tree. Of a module, pass the parameters of model.init.",
         lambda w: fs.value_and_grad(loss)({"a": ones(2), "s": 1.5}),
     ),
     on_world(

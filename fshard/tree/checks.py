@@ -279,7 +279,9 @@ def check_tensors(api_name: str, flat: Flat) -> None:
             return None
         return describe(leaf), "a Sharded leaf or a tensor"
 
-    remedy = tree_remedy(flat.leaves, "keep other values out of the tree")
+    remedy = tree_remedy(
+        flat.leaves, "keep other values out of the tree. Of a module, pass the parameters of model.init"
+    )
     refuse(f"{api_name}: leaves are no tensors", flat.problems(misfit), remedy)
 
 
@@ -299,7 +301,9 @@ def check_floating(api_name: str, flat: Flat) -> None:
 
     dtypes = set(attributes_of(flat.tensors, "dtype"))
     if not all(isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex) for dtype in dtypes):
-        remedy = tree_remedy(flat.leaves, "shard these leaves with frozen=, or keep them out of the parameters")
+        remedy = tree_remedy(
+            flat.leaves, "pass the parameters of model.init. Shard others with frozen=, or keep them out"
+        )
         refuse(f"{api_name}: leaves cannot have gradients", flat.problems(misfit), remedy)
 
 

@@ -261,7 +261,7 @@ CALLS = [
         lambda: fs.jit(lambda x: {"x": x, "n": 3, "none": None})(X),
         "the result of the function: leaves are no tensors\n"
         "  ['n']: expected a Sharded leaf or a tensor, got an int\n"
-        "To fix: keep other values out of the tree.",
+        "To fix: keep other values out of the tree. Of a module, pass the parameters of model.init.",
     ),
     *((lambda f=f: fs.jit(f)(X), KEY_IS_MISSING) for f in (draws_before_a_key, draws_behind_a_key, draws_in_a_branch)),
     (

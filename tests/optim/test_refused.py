@@ -201,6 +201,13 @@ def test_leaves_are_refused():
     check_leaves_are_refused(fs.adamw, "scale_by_adam", takes_complex=False)
 
 
+def test_a_module_in_the_place_of_its_parameters_is_refused():
+    for tx in (fs.sgd(0.1), fs.adamw(0.1), fs.from_torch(optim.SGD, lr=0.1)):
+        text = text_of(partial(fs.TrainState.create, torch.nn.ReLU(), tx))
+        assert "\n  (root): expected a " in text
+        assert "floating tensor, got a ReLU\nTo fix: pass the parameters of model.init. " in text
+
+
 def fused_sgd_steps(dtype):
     """Whether torch's own fused SGD steps every element of a vector on the CPU: not before torch 2.14."""
     weight = torch.nn.Parameter(torch.ones(256, dtype=dtype))

@@ -240,11 +240,12 @@ def check_real(api_name: str, flat: Any) -> None:
     """Refuse leaves that take a gradient and are not real floating tensors."""
 
     def describe_misfit(leaf: Any) -> tuple[str, str] | None:
-        if not is_trained(leaf) or tensor_of(leaf).is_floating_point():
+        tensor = tensor_of(leaf)
+        if not is_trained(leaf) or (isinstance(tensor, torch.Tensor) and tensor.is_floating_point()):
             return None
-        return describe(tensor_of(leaf)), "a real floating tensor"
+        return describe(tensor), "a real floating tensor"
 
-    remedy = "store complex leaves by torch.view_as_real, or step them with fs.sgd; freeze others"
+    remedy = "pass the parameters of model.init. Store complex ones by torch.view_as_real, or step them with fs.sgd"
     refuse(f"{api_name}: leaves must be real floating tensors", flat.problems(describe_misfit), remedy)
 
 
