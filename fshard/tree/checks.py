@@ -175,9 +175,9 @@ def check_reduce(reduce: str, api_name: str) -> None:
         raise ValueError(f'{api_name}: reduce must be "mean", "sum" or "weighted", got {reduce!r}.')
 
 
-def check_matches(api_name: str, masks: Iterable[Mask], names: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Refuse masks that match none of the leaves."""
-    for mask in masks:
+def check_matches(api_name: str, masks: Sequence[Mask], names: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Refuse masks that match none of the leaves, each pattern of several by itself."""
+    for mask in leaves_of(masks):
         if not any(matches(mask, name, leaf) for name, leaf in zip(names, leaves, strict=True)):
             shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
             raise ValueError(f"{api_name}: the mask {mask!r} matches no leaf. The leaves are {shown}.")

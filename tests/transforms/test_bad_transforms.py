@@ -114,9 +114,9 @@ LEAVES = [
     ),
     Row(
         "reshard of a state by a mask that matches nothing",
-        lambda world: (world.state, bfloat16_of(("c", "d.*"), world.zero2)),
+        lambda world: (world.state, bfloat16_of(("a", "d.*"), world.zero2)),
         fs.reshard,
-        "reshard: " + NO_LEAF.format(("c", "d.*"), "step, a, b.0, opt_state.1.updates, ..."),
+        "reshard: " + NO_LEAF.format("d.*", "step, a, b.0, opt_state.1.updates, ..."),
     ),
     setup("otherwise of an optimizer", fs.masked, OPTIMIZER, SGD, "a", fs.cast()),
     *(

@@ -302,6 +302,11 @@ def _open(directory: Path, stack: ExitStack) -> dict[str, Entry]:
             # A tensor may be in several files, and the index names one of them.
             if weight_map.get(name, file) == file:
                 entries[name] = entry
+    for name, file in weight_map.items():
+        if name not in entries:
+            raise CheckpointError(
+                f"{main_file} names {file} for {name}, which does not have it; fetch the directory anew"
+            )
     return entries
 
 

@@ -145,8 +145,8 @@ class ModuleExchange(Exchange):
                 kept[name] = fs.tree_map(torch.clone, leaf)
         others = {name: leaf for name, leaf in leaves.items() if name not in kept}
         remedy = (
-            "pass a tree of the same names; module= knows which are tied or not saved, "
-            "cast=True of from_state_dict and load_huggingface changes dtypes"
+            "pass a tree of the same names; module= knows which are tied or not saved, cast=True of from_state_dict "
+            "and load_huggingface changes dtypes, strict=False of load_huggingface passes over what only one has"
         )
         return kept | self.read(others, entries_of, remedy)
 

@@ -273,7 +273,7 @@ DAMAGES = (
     (f"{NO_MAP} (TypeError)", lambda directory: (directory / INDEX).write_text("[]")),
     (NO_MAP, lambda directory: (directory / INDEX).write_text('{"weight_map": {}}')),
     (
-        "b: expected float64[4], got nothing",
+        f"{INDEX} names {FIRST} for b, which does not have it; fetch the directory anew",
         lambda directory: layout(directory, PARTS, INDEX, dict.fromkeys("ab", FIRST)),
     ),
     (OUTSIDE, lambda directory: layout(directory, PARTS, INDEX, {"a": "../x.safetensors"})),
