@@ -34,7 +34,8 @@ def save_dcp(
 
     The files are those that `dcp.save({"model": model_state, "optim": optimizer_state})` writes of the results of
     `get_state_dict(module, optimizer)`. Each rank writes its own shards. The step, the key and the state of transforms
-    are not written, because FSDP2 has no place for them; `fs.checkpoint.save` writes everything.
+    are not written, because FSDP2 has no place for them; `fs.checkpoint.save` writes everything. A parameter that never
+    had a gradient has the state that the torch class begins with, and none if it begins without.
 
     Args:
         directory: Where the files go; it is made if it is missing. Files appear when they are complete.
@@ -92,8 +93,12 @@ def _optimizer_content(
     exchange.find_holders(slots, {})
     flat: StateDict = {}
     nested: dict[str, StateDict] = {}
+    # A first step from zeros would be another one. Where state is missing, FSDP2 refuses the checkpoint.
+    without_updates = states.names_without_updates(state.counts for state in states.list_states(opt_state))
     for key, leaf in slots.items():
         parameter, slot = states.split_slot(key)
+        if parameter in without_updates:
+            continue
         name = _name_of_fsdp2(parameter)
         flat[f"state.{name}.{slot}"] = leaf
         nested.setdefault(name, {})[slot] = leaf

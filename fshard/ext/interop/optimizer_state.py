@@ -1,6 +1,7 @@
 """The state of torch.optim's optimizers, to and from states that `fs.from_torch` made."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from numbers import Real
 from typing import Any
 
@@ -64,7 +65,10 @@ def to_optimizer_state_dict(
     unknown = [parameter for parameter in owners if parameter not in numbers]
     problems = [Problem(name, "has state, but is no parameter of the torch optimizer") for name in unknown]
     refuse(f"{exchange.label}: states do not fit", problems, "pass the optimizer of all that was trained")
-    without_state = _names_without_updates(opt_state)
+    counters: list[Any] = []
+    for each in list_states(opt_state):
+        counters += [each.slots.get("step", {}), each.counts]
+    without_state = names_without_updates(counters)
     updated = {key: leaf for key, leaf in slots.items() if split_slot(key)[0] not in without_state}
     full = exchange.gather(updated, rank0_only)
     if rank0_only and exchange.rank:
@@ -149,15 +153,12 @@ def list_parameter_names(exchange: ModuleExchange, optimizer: torch.optim.Optimi
     """List the names of a torch optimizer's parameters, in its order."""
     is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
     expect(is_optimizer, exchange.label, "optimizer to be a torch optimizer", describe(optimizer))
-    parameters: list[torch.Tensor] = []
+    names: list[str] = []
     for group in optimizer.param_groups:
-        parameters += group["params"]
-    names = []
-    for number, parameter in enumerate(parameters):
-        if id(parameter) not in exchange.by_tensor:
-            text = f"parameter {number} of {len(parameters)} of the optimizer is none of the module's"
-            raise ValueError(f"{exchange.label}: {text}; make the optimizer of the parameters of module")
-        names.append(exchange.by_tensor[id(parameter)])
+        names += [exchange.by_tensor.get(id(parameter), "") for parameter in group["params"]]
+    if "" in names:
+        text = f"parameter {names.index('')} of {len(names)} of the optimizer is none of the module's"
+        raise ValueError(f"{exchange.label}: {text}; make the optimizer of the parameters of module")
     return names
 
 
@@ -185,6 +186,11 @@ def split_slot(key: str) -> list[str]:
     return key.rsplit(".", 1)
 
 
+def _owners_of(slots: Iterable[str]) -> set[str]:
+    """Name the parameters of some slots."""
+    return {split_slot(key)[0] for key in slots}
+
+
 def fill_groups(
     exchange: ModuleExchange, opt_state: Any, optimizer: torch.optim.Optimizer, names: Sequence[str]
 ) -> list[StateDict]:
@@ -203,13 +209,9 @@ def fill_groups(
     owner_sets = _owners_of_states(exchange, opt_state, names)
     for group in groups:
         members = [names[number] for number in group["params"]]
-        states = [state for state, owners in owner_sets if not owners.isdisjoint(members)]
-        numbers: dict[str, set[float]] = {}
-        for state in states:
-            for name in group.keys() & state.hyper.keys():
-                numbers.setdefault(name, set()).add(float(state.hyper[name]))
-        for name in numbers:
-            group[name] = _one_number(exchange.label, name, numbers[name])
+        hypers = [state.hyper for state, owners in owner_sets if not owners.isdisjoint(members)]
+        for name in group.keys() & {*chain.from_iterable(hypers)}:
+            group[name] = _one_number(exchange.label, name, [hyper[name] for hyper in hypers if name in hyper])
     return groups
 
 
@@ -230,7 +232,7 @@ def rebuild_state(
     """
     remedy = "pass the state of the same torch class and options, for the same module"
     leaves = collect_slots(exchange, like)
-    with_state = {split_slot(key)[0] for key in entries}
+    with_state = _owners_of(entries)
     without_state = hypers.keys() - with_state if with_state else set()
     kept = {}
     read = {}
@@ -239,12 +241,15 @@ def rebuild_state(
             kept[key] = fs.tree_map(torch.clone, leaf)
         else:
             read[key] = leaf
-    loaded = kept | exchange.read(read, {key: [entry] for key, entry in entries.items()}, remedy)
-    owner_sets = _owners_of_states(exchange, like, hypers)
+    # Torch's Adagrad keeps state of frozen parameters too.
+    passed_over = exchange.frozen - _owners_of(leaves)
+    wanted = {key: [entry] for key, entry in entries.items() if split_slot(key)[0] not in passed_over}
+    loaded = kept | exchange.read(read, wanted, remedy)
+    owner_sets = iter(_owners_of_states(exchange, like, hypers))
 
     def rebuild(state: TorchState) -> TorchState:
         count = _count_updates(exchange, state, loaded) if updates is None else updates
-        owners = next(owners for other, owners in owner_sets if other is state)
+        _, owners = next(owner_sets)
         slots = {}
         for slot, tree in state.slots.items():
             # The other leaves of the tree are None, because another part of a partition has their state.
@@ -293,23 +298,22 @@ def _rebuild_hyper(label: str, state: TorchState, owners: Iterable[str], hypers:
     """Read the hyperparameters of a state from the groups of its parameters."""
     hyper = {}
     for name, old in state.hyper.items():
-        numbers = set()
-        for owner in owners:
-            number = hypers.get(owner, {}).get(name)
-            is_number = number is None or isinstance(number, Real) or (is_full(number) and number.numel() == 1)
-            expect(is_number, label, f"{name} of a group of parameters to be a number", describe(number))
-            if number is not None:
-                numbers.add(float(number))
+        numbers = [hypers[owner][name] for owner in owners if name in hypers.get(owner, {})]
         hyper[name] = torch.full_like(old, _one_number(label, name, numbers)) if numbers else old.clone()
     return hyper
 
 
-def _one_number(label: str, name: str, numbers: set[float]) -> float:
+def _one_number(label: str, name: str, values: Iterable[Any]) -> float:
     """Return the only one of some numbers, or refuse them."""
+    numbers = set()
+    for value in values:
+        is_number = isinstance(value, Real) or (is_full(value) and value.numel() == 1)
+        expect(is_number, label, f"{name} of a group of parameters to be a number", describe(value))
+        numbers.add(float(value))
     remedy = f"give each group of parameters a part of fs.partition that keeps tensors, or all groups one {name}"
     texts = " and ".join(map(str, sorted(numbers)))
     expect(len(numbers) == 1, label, f"one {name} in each state, and in each group of parameters", texts, remedy)
-    return next(iter(numbers))
+    return numbers.pop()
 
 
 def _owners_of_states(
@@ -321,7 +325,7 @@ def _owners_of_states(
     no other state has.
     """
     states = list_states(opt_state)
-    owner_sets = [{split_slot(key)[0] for key in _slots_of(state)} for state in states]
+    owner_sets = [_owners_of(_slots_of(state)) for state in states]
     others = set(names).difference(*owner_sets)
     # All are frozen in a module that only gives names.
     others = others - exchange.frozen or others
@@ -344,12 +348,10 @@ def _slots_of(state: TorchState) -> dict[str, Any]:
     return slots
 
 
-def _names_without_updates(opt_state: Any) -> set[str]:
-    """Name the parameters that no update has changed, for which torch's optimizers have no state."""
+def names_without_updates(counters: Iterable[Any]) -> set[str]:
+    """Name the parameters that no update has changed, by trees of their counts."""
     names: set[str] = set()
-    for state in list_states(opt_state):
-        for tree in (state.slots.get("step", {}), state.counts):
-            for name, count in named_leaves(flatten(tree)).items():
-                if not int(count):
-                    names.add(name)
+    for tree in counters:
+        counts = named_leaves(flatten(tree))
+        names |= {name for name in counts if not int(counts[name])}
     return names

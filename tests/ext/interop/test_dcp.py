@@ -141,6 +141,21 @@ def test_a_parameter_that_never_had_a_gradient_has_no_state(tmp_path):
             assert steps == {f"0.{kind}": 1.0, f"1.{kind}": 0.0}
 
 
+@on_ranks(2)
+def test_a_parameter_without_updates_begins_anew_after_a_checkpoint(tmp_path):
+    """With dampening, the first step of SGD is not that from a momentum of zeros."""
+    module = nn.Linear(3, 2)
+    rates = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
+    tx = fs.from_torch(torch.optim.SGD, **rates)
+    state = fs.TrainState.create(fs.functionalize(module).init(fs.zero3(one_axis()), seed=0), tx)
+    grads = fs.tree_map(torch.ones_like, state.params)
+    state = fs.update(tx, state, grads | {"bias": None})
+    save_dcp(tmp_path, state, module=module, optimizer=torch.optim.SGD(module.parameters(), **rates))
+    loaded = load_dcp(tmp_path, state, module=module, trusted=True, updates=1)
+    after, expected = (fs.update(tx, each, grads) for each in (loaded, state))
+    assert_same_bits(fs.unshard(after), fs.unshard(expected))
+
+
 @on_ranks(2, pytest.param(3, marks=pytest.mark.slow))
 def test_trees_come_back_in_any_layout(tmp_path):
     """Also in layouts that DTensor does not have; from what the layout before wrote."""

@@ -164,6 +164,20 @@ def test_a_parameter_that_never_had_a_gradient_has_no_state():
             from_optimizer_state_dict(fresh.state_dict(), like, module, fresh, updates=1)
 
 
+def test_state_that_torch_keeps_of_a_frozen_parameter_is_passed_over():
+    """Its Adagrad makes that of all parameters before the first step."""
+    module = nn.Linear(3, 2)
+    module.weight.requires_grad_(False)
+    params = fs.functionalize(module).init(every_leaf(one_axis()))
+    optimizer = torch.optim.Adagrad(module.parameters())
+    module(torch.ones(3)).sum().backward()
+    optimizer.step()
+    like = fs.from_torch(torch.optim.Adagrad).init(params)
+    state = from_optimizer_state_dict(optimizer.state_dict(), like, module, optimizer)
+    assert state.slots["sum"]["weight"] is None
+    assert_same_bits(fs.unshard(state.slots["sum"]["bias"]), torch.ones(2))
+
+
 def test_optimizer_states_that_do_not_fit():
     module = Net()
     params = dict(module.named_parameters())
