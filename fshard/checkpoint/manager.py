@@ -255,7 +255,10 @@ class Manager:
             return init()
 
     def close(self) -> None:
-        """Wait for the last save to be complete, and remove the states in memory. Every rank must call this."""
+        """Wait for the last save to be complete, and remove the states in memory. Every rank must call this.
+
+        The manager may save again after it; then call `close` once more.
+        """
         self.wait()
         if self._memory is not None:
             self._memory.remove()
