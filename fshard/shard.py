@@ -130,15 +130,17 @@ def unshard(tree: Tree) -> Tree:
 
 
 def _refuse_derivatives(api_name: str, flat: Flat, remedy: str) -> None:
-    """Refuse leaves whose gradient or tangent would be lost, because nothing here is differentiable."""
+    """Refuse leaves whose gradient or tangent would be lost, or that vmap maps over: nothing here has a rule for it."""
 
     def misfit(leaf: Any) -> str | None:
         if not is_sharded(leaf):
             return None
+        if any(map(_compat.is_mapped, _compat.levels(leaf.local))):
+            return "is mapped by torch.vmap here"
         is_lost = _compat.is_differentiated(leaf.local) or _compat.any_dual([leaf.local])
         return "is differentiated here" if is_lost else None
 
-    refuse(f"{api_name}: the result takes no gradient", flat.problems(misfit), remedy)
+    refuse(f"{api_name}: the result takes no gradient and no vmap", flat.problems(misfit), remedy)
 
 
 def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None) -> Tree:
@@ -175,7 +177,7 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None
     flat = flatten(tree)
     params = flatten(getattr(tree, "params", tree))
     check_local("reshard", flat)
-    _refuse_derivatives("reshard", flat, "reshard outside of the loss, or under torch.no_grad()")
+    _refuse_derivatives("reshard", flat, "reshard outside of the loss and of vmap, or under torch.no_grad()")
     names = _name_by_parameter(flat.names, set(params.names))
     layouts = Layouts("reshard", transform, names, flat.leaves)
     chosen = [] if frozen is None else _choose_frozen("reshard", frozen, params)

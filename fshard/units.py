@@ -93,7 +93,7 @@ def select(module: nn.Module, rule: Any) -> set[str]:
     if not selected:
         raise ValueError(
             f"functionalize: units={shorten(repr(rule))} matches no submodule. Use names that module.named_modules() "
-            "lists."
+            "lists, a module class, a number of parameters, or a function of (name, module)."
         )
     return selected
 
@@ -103,11 +103,11 @@ def _fits(rule: Any, path: str, submodule: nn.Module) -> bool:
     if isinstance(rule, str):
         # As many dots, so that `*` stands for one part between dots.
         return path.count(".") == rule.count(".") and matches(rule, path)
-    if isinstance(rule, int):
+    if type(rule) is int:
         return _size(submodule) >= rule > max(map(_size, submodule.children()), default=0)
     if isinstance(rule, type):
         return isinstance(submodule, rule)
-    return bool(rule(path, submodule))
+    return callable(rule) and not isinstance(rule, nn.Module) and bool(rule(path, submodule))
 
 
 def _size(submodule: nn.Module) -> int:

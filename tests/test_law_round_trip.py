@@ -109,14 +109,16 @@ def test_a_layout_that_changes_in_a_loss_is_refused():
     for differentiated in (fs.value_and_grad(loss), grad(loss), differentiate_forward):
         with pytest.raises(ValueError, match=re.escape(REFUSED)):
             differentiated(params)
+    with pytest.raises(ValueError, match=re.escape(REFUSED.replace("differentiated", "mapped by torch.vmap"))):
+        torch.vmap(lambda x: loss(fs.tree_map(lambda local: local * x, params)))(torch.ones(3))
     with torch.no_grad():
         assert loss(fs.tree_map(lambda local: local.clone().requires_grad_(), params)) == 16
 
 
 REFUSED = (
-    "reshard: the result takes no gradient\n"
+    "reshard: the result takes no gradient and no vmap\n"
     "  ['w']: is differentiated here\n"
-    "To fix: reshard outside of the loss, or under torch.no_grad()."
+    "To fix: reshard outside of the loss and of vmap, or under torch.no_grad()."
 )
 
 

@@ -110,7 +110,10 @@ def test_tied_modules_are_one_unit_and_tied_parameters_are_in_many():
 
 
 def test_bad_rules_are_refused():
-    wrong = ((nn.LSTM, nn.LSTM), ("block.*", "block.*"), ("blocks.0.scale", "blocks.0.scale"), ([], []), (199, 199))
-    for units, shown in (*wrong, (["embed", "tail"], "tail"), ((Block, nn.LSTM), nn.LSTM)):
-        text = f"functionalize: units={shown!r} matches no submodule. Use names that module.named_modules() lists."
+    wrong = (nn.LSTM, "block.*", "blocks.0.scale", [], 199, 2.5, True, nn.Linear(2, 2))
+    for units, shown in (*zip(wrong, wrong, strict=True), (["embed", "tail"], "tail"), ((Block, nn.LSTM), nn.LSTM)):
+        text = (
+            f"functionalize: units={shown!r} matches no submodule. Use names that module.named_modules() lists, a "
+            "module class, a number of parameters, or a function of (name, module)."
+        )
         assert text_of(lambda u=units: fs.functionalize(Tower(), u)) == text

@@ -169,7 +169,7 @@ def test_full_tensors_without_a_gradient_are_refused_in_a_loss():
 
 
 UNSHARDED = (
-    "unshard: the result takes no gradient\n"
+    "unshard: the result takes no gradient and no vmap\n"
     "  ['w']: is differentiated here\n"
     "To fix: use fs.gather in a loss, and fs.gather(...) and detach() for a constant. To look at values use torch.no_g"
 )

@@ -51,6 +51,8 @@ def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 # Whether a torch.func transform holds a tensor, whose storage then is not to be had. Checked on 2.13.
 is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+# Whether torch.vmap maps over a tensor. Checked on 2.13.
+is_mapped = torch._C._functorch.is_batchedtensor
 # The context in which torch.func wraps no new tensor. A wrapped one is dead when its transform has ended, and torch
 # ends the process where its values are read. Checked on 2.13.
 outside_transforms = torch._C._DisableFuncTorch
