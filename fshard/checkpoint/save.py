@@ -80,7 +80,7 @@ def save(
         root = exchange.path("directory", directory)
         step = read_step(state, step)
         tensors, manifest = describe_state(exchange, state, step)
-    same = {"(step)": step, "(directory)": f"{root}", **manifest.values}
+    same = {"(step)": step, "(directory)": f"{root}", "(keep)": keep, **manifest.values}
     holders = exchange.find_holders(tensors, {path: repr(value) for path, value in same.items()})
     boxes = choose_boxes(exchange.rank, tensors, holders)
     saving = _start(exchange, root, manifest, keep, boxes, asynchronous)

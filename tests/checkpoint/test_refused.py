@@ -148,6 +148,8 @@ def test_ranks_with_different_states(tmp_path):
         f"  (directory): expected '{tmp_path}/0' as on the rank at world=0, got '{tmp_path}/1' on the rank at world=1"
         in text
     )
+    text = refused_everywhere(lambda: checkpoint.save(tmp_path, {}, 1, keep=my_rank() or None))
+    assert "  (keep): expected None as on the rank at world=0, got 1 on the rank at world=1" in text
     assert list(tmp_path.iterdir()) == []
     for value in (1, 2):
         checkpoint.save(tmp_path / f"of {value}", {"w": value}, 1)

@@ -17,6 +17,7 @@ from fshard.ext.optim.leaves import elements_of, make_varying, share_out
 from fshard.extend import (
     POSITIVE,
     ReductionOrder,
+    annotate_collectives,
     any_dual,
     check_local,
     check_numbers,
@@ -209,7 +210,8 @@ def _sum_powers(
         groups = list(grouped(leaves, partition_axes).values())
     values = [sum_powers([elements_of(leaves[i]) for i in group], p) for group in groups]
     axes = [partition_axes(leaves[group[0]]) for group in groups]
-    return _reduce(values, axes, largest=math.isinf(p))
+    with annotate_collectives((), [f"p={float(p)}"]):
+        return _reduce(values, axes, largest=math.isinf(p))
 
 
 def _take_root(power: torch.Tensor, p: float) -> torch.Tensor:
