@@ -144,6 +144,9 @@ def leafwise(
 
     Returns:
         As many trees as there are old ones.
+
+    Raises:
+        ValueError: if an old leaf is split otherwise than its gradient.
     """
 
     @cache
@@ -157,6 +160,10 @@ def leafwise(
         for i in range(len(old)):
             if inputs[i] is None:
                 inputs[i] = _zeros_like(grad)
+        splits = [leaf.spec.partition for leaf in (grad, *inputs[: len(old)]) if isinstance(leaf, fs.Sharded)]
+        if len({*splits}) > 1:
+            remedy = "Reshard both together, as a TrainState"
+            raise ValueError(f"update: the gradient and the state of a parameter are split by {splits}. {remedy}.")
         local_grad, *tensors = tensors_of([grad, *inputs])
         # A number of another dtype would widen a tensor of shape (), but not a shard of such a leaf, of shape [1].
         wide = torch.atleast_1d(local_grad, *tensors[: len(old)])

@@ -11,7 +11,7 @@ from fshard.rounding import tolerance
 from fshard.testing import assert_trees_close
 from tests.ranks import on_ranks
 from tests.tolerance import within
-from tests.trees import STRATEGIES, assert_same_bits, meshes, normal
+from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
 
 STEPS = 5
 SHAPES = {"w": (5, 3), "vector": (7,), "one": (1,), "scalar": (), "empty": (0, 3)}
@@ -207,3 +207,15 @@ def test_small_gradients_in_float16_make_steps_of_their_size(make):
         # The rate times the gradient over eps.
         assert_trees_close(step, torch.full_like(step, 1e-3), **within(params["w"], terms=3))
         assert step.all()
+
+
+@pytest.mark.parametrize("make", (fs.adamw, fs.adafactor, lambda lr: fs.sgd(lr, momentum=0.9)))
+@on_ranks(2)
+def test_a_state_that_was_resharded_without_its_parameters_is_refused(make):
+    """Its shards would be broadcast against those of the parameters, or taken for means of theirs."""
+    params = fs.shard({"w": normal(1)(2, 2)}, fs.fully_shard(one_axis()))
+    tx = make(0.1)
+    state = fs.TrainState.create(params, tx)
+    moved = state._replace(opt_state=fs.reshard(state.opt_state, fs.fully_shard(one_axis(), dim=1)))
+    with pytest.raises(ValueError, match=r"are split by .*P\(None, 'shard'\).*\. Reshard both together, as a TrainS"):
+        fs.update(tx, moved, params)
