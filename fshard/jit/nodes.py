@@ -1,7 +1,6 @@
 """Nodes of a traced graph: what an operator reads, writes, sends and draws, and in which memory its results lie."""
 
 import operator
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any
@@ -106,8 +105,6 @@ def is_wait(node: Node) -> bool:
 
 def find_storages(nodes: Iterable[Node]) -> dict[Node, Storages]:
     """Find for each node the storages that its results lie in."""
-    nodes = list(nodes)
-    nbytes_of_arguments = _measure_arguments(nodes)
     storages: dict[Node, Storages] = {}
     # Names of storages by their keys: a key of its own, or the name of the storage that it stands for.
     name_of_storage: dict[Hashable, Hashable] = {}
@@ -126,28 +123,8 @@ def find_storages(nodes: Iterable[Node]) -> dict[Node, Storages]:
                 # results of these a storage of their own. When it runs, they lie in the memory of the argument.
                 name_of_storage[key] = key if source is None else next(iter(storages[source]))
             nbytes = tensor.untyped_storage().nbytes() if is_dense else 0
-            storages[node][name_of_storage[key]] = nbytes_of_arguments.get(key, nbytes)
+            storages[node][name_of_storage[key]] = nbytes
     return storages
-
-
-def _measure_arguments(nodes: Iterable[Node]) -> dict[Hashable, int]:
-    """Return the bytes from the first to the last element that arguments have in each storage, by its key.
-
-    What lies around them, such as the rows of other ranks, differs between ranks.
-    """
-    ends = defaultdict[Hashable, list[int]](list)
-    for node in nodes:
-        tensor = node.meta.get("val")
-        if node.op == "placeholder" and isinstance(tensor, torch.Tensor) and tensor.numel():
-            first = int(tensor.storage_offset())
-            end = first + measure_span(tensor)
-            ends[_compat.storage_key(tensor)] += [first * tensor.itemsize, end * tensor.itemsize]
-    return {key: max(numbers) - min(numbers) for key, numbers in ends.items()}
-
-
-def measure_span(tensor: torch.Tensor) -> int:
-    """Count the elements of memory from the first one of a tensor to its last one."""
-    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _find_aliased_source(node: Node) -> Node | None:

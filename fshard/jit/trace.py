@@ -15,7 +15,6 @@ from fshard import _compat, random
 from fshard.collectives import TracedUsage
 from fshard.engine import Started
 from fshard.errors import is_users_file
-from fshard.jit.nodes import measure_span
 from fshard.tree import (
     Exact,
     Flat,
@@ -149,13 +148,18 @@ def _make_examples(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         # In bytes: they may have several dtypes.
         widest = max(x.itemsize for x in group)
         start = min(int(x.storage_offset()) * x.itemsize for x in group) // widest * widest
-        end = max((int(x.storage_offset()) + measure_span(x)) * x.itemsize for x in group)
+        end = max((int(x.storage_offset()) + _measure_span(x)) * x.itemsize for x in group)
         memory = group[0].untyped_storage()[start:end]
         for x in group:
             offset = int(x.storage_offset()) - start // x.itemsize
             # In a tensor of its own: a write to x would be counted otherwise.
             examples[id(x)] = x.data.set_(memory, offset, x.shape, x.stride())
     return [examples[id(x)] for x in tensors]
+
+
+def _measure_span(tensor: torch.Tensor) -> int:
+    """Count the elements of memory from the first one of a tensor to its last one."""
+    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _refuse_captures(captured: Sequence[torch.Tensor], result: Flat) -> None:
