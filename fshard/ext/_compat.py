@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
-from types import CodeType, FrameType, SimpleNamespace
+from types import CodeType, FrameType, MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,16 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 # A copy to another dtype or device.
 TO_COPY = torch.ops.aten._to_copy.default
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Types of schemas for which torch would take other values too, such as None or any whole number.
+_TYPES_OF_KINDS: Mapping[str, Any] = MappingProxyType(
+    {
+        "Tensor": Tensor | int | float,
+        "bool": bool,
+        "ScalarType": torch.dtype,
+        "Layout": torch.layout,
+        "MemoryFormat": torch.memory_format,
+    }
+)
 
 
 def import_for_traces() -> None:
@@ -193,6 +203,40 @@ def schema_of(function: Any) -> Any:
     if not torch._C._dispatch_has_kernel(function.name()):
         return None
     return function._schema
+
+
+def parse_schema(text: str) -> Any:
+    """The schema of an operator by its text. Checked on 2.13."""
+    return torch._C.parse_schema(text)
+
+
+def check_call(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """Refuse arguments that an operator does not take, and return the types of its results. Checked on 2.13 and 2.14.
+
+    Args:
+        schema: The schema of the operator.
+        args: Its arguments. Where schemas have the type Tensor, operators of arithmetic take numbers too.
+        kwargs: Its keywords.
+
+    Raises:
+        RuntimeError, TypeError: if they do not fit the schema.
+    """
+    kinds = {argument.name: str(argument.real_type) for argument in schema.arguments}
+    # Torch refuses those that the schema does not have.
+    values = [*map(_stand_in, args, kinds.values()), *args[len(kinds) :]]
+    keywords = {name: _stand_in(value, kinds.get(name, "")) for name, value in kwargs.items()}
+    torch._C._check_schema_allow_fake_script_object(schema, *values, **keywords)
+    return [str(result.real_type) for result in schema.returns]
+
+
+def _stand_in(value: Any, kind: str) -> Any:
+    """Refuse a value of another type, and return a tensor in the place of a number where the type is Tensor."""
+    base = kind.removeprefix("Optional[").removesuffix("]")
+    if value is None and base != kind:
+        return None
+    if not isinstance(value, _TYPES_OF_KINDS.get(base, object)):
+        raise TypeError(f"expected {kind}, got {type(value)}")
+    return torch.as_tensor(value) if base == "Tensor" else value
 
 
 def name_operator(node: torch.fx.Node) -> str:

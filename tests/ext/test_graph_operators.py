@@ -2,7 +2,7 @@
 
 import torch
 
-from fshard.ext.saved_graph.operators import LISTED, find_operator, strip_kind
+from fshard.ext.saved_graph.operators import LISTED, find_operator
 
 
 def test_listed_operators_take_tensors_and_numbers_and_return_them():
@@ -15,18 +15,20 @@ def test_listed_operators_take_tensors_and_numbers_and_return_them():
         if listed is None:
             continue
         count += 1
-        for argument, kind in listed.kinds.items():
-            kinds.add(strip_kind(kind))
-            if strip_kind(kind) == "str":
-                texts.add(argument)
-        returned |= {listed.result} if isinstance(listed.result, str) else {*listed.result}
-        assert all(keyword.isidentifier() for keyword in listed.keywords)
+        for argument in listed.schema.arguments:
+            # Without lists of it and None.
+            kind = str(argument.real_type).rpartition("[")[2].rstrip("]")
+            kinds.add(kind)
+            if kind == "str":
+                texts.add(argument.name)
+            assert argument.name.isidentifier()
+        returned |= {str(result.real_type) for result in listed.schema.returns}
     assert count > 1500
     assert " ".join(sorted(kinds)) == (
         "Device Generator Layout MemoryFormat ScalarType Tensor bool float int number str"
     )
-    # Schemas of torch 2.11 give the names of dims the type of texts; a file may pass words for modes alone.
+    # Schemas of torch 2.11 give the names of dims the type of texts.
     modes = texts - {"dim", "dim0", "dim1", "dim2", "outdim", "names"} - {"axis", "group", "label"}
     assert " ".join(sorted(modes)) == "UPLO api_name approximate assert_msg driver mode reduce rounding_mode side"
-    assert returned == {"Tensor", "List[Tensor]", "number"}
+    assert returned == {"Tensor", "List[Tensor]", "int", "number"}
     assert {"set", "resize", "from_file", "_print", "record_stream", "_pin_memory"}.isdisjoint(LISTED["aten"])

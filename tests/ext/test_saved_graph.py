@@ -1,6 +1,5 @@
 """save_graph and load_graph: the bits of the jitted function in another process, refused by name for other calls."""
 
-import functools
 import math
 import re
 
@@ -85,13 +84,10 @@ def test_numbers_are_keys_of_a_result(tmp_path):
     def step(state):
         return {"state": state, "norms": {key: leaf.norm() for key, leaf in state.items()}, 0: {0.25: state["w"]}}
 
-    state = {key: torch.full((2,), 3.0) for key in (7, -(2**40), 2**62, 0.1, -0.5, 1e300)} | {"w": torch.ones(1)}
+    keys = 7, -(2**40), 2**70, 0.1, -0.5, 1e300, math.inf
+    state = {key: torch.full((2,), 3.0) for key in keys} | {"w": torch.ones(1)}
     fs.save_graph(tmp_path, fs.jit(step), state)
     assert_same_bits(fs.load_graph(tmp_path)(state), step(state))
-    for key in (2**63, 2**70, math.inf, True, (1, 2)):
-        wrong = fs.jit(lambda x: {key: x, "more": x})  # noqa: B023
-        with pytest.raises(ValueError, match=r"whose keys are texts or numbers of 64 bits\. Return one of these"):
-            fs.save_graph(tmp_path, wrong, torch.ones(1))
 
 
 def test_a_missing_file_is_an_error_of_the_load(tmp_path):
@@ -185,10 +181,6 @@ def test_a_graph_that_was_read_can_be_written_again(tmp_path):
         (
             fs.jit(lambda x: {(1, 2): x}),
             "a part of the result is PyTreeSpec({(1, 2): *}, NoneIsLeaf), and a file holds ",
-        ),
-        (
-            fs.jit(lambda x: functools.reduce(lambda y, _: [y], range(101), x + 1)),
-            "the result has more than 100 levels",
         ),
         (fs.jit(lambda x: x * (1 + 2j)), "a file holds numbers and texts, and the graph has a complex"),
     ),

@@ -5,11 +5,11 @@
 - `structures`: the structure of a result as JSON.
 - `cache`: files that a restarted program finds by itself.
 - `identity`: a digest of all that a trace of a function reads.
-- `file`: the file, its digest and its checks.
-- `forms`: forms of values in a file, and errors of what it says.
+- `file`: the file, its digest and its fields.
+- `source`: where a graph is read from, for errors.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,8 +17,9 @@ import torch
 
 import fshard as fs
 from fshard.ext import _compat
-from fshard.ext.saved_graph.file import SavedGraph, encode, locate_file, read_file
-from fshard.ext.saved_graph.nodes import with_groups, write_nodes
+from fshard.ext.saved_graph.file import SavedGraph, encode, locate_file, name_source, read_file
+from fshard.ext.saved_graph.nodes import write_nodes
+from fshard.ext.saved_graph.source import Source
 from fshard.ext.saved_graph.structures import make_tree, write_structure
 from fshard.extend import Jitted, Program, Traced, calling, describe, flatten
 
@@ -70,33 +71,30 @@ def encode_program(key: Any, program: Program, flat: Any, sources: Mapping[str, 
             f"save_graph: the function closes over tensors ({len(traced.captured)} of them), which a file does not "
             "hold. Pass them as arguments."
         )
+    specs = _list_specs(flat)
     body = {
         "arguments": _describe_arguments(key, flat),
-        "axes": [(axis.name, axis.size) for axis in flat.axes],
         "inputs": traced.input_leaves,
         **write_nodes(traced.module.graph, flat.axes),
         "result": write_structure(traced.treedef, flat.treedef),
-        "specs": _find_places(traced.specs, _list_specs(flat)),
+        "specs": [None if spec is None else _find_place(spec, specs) for spec in traced.specs],
         "donated": program.donated_leaves,
         "written": sorted(program.overwritten_leaves),
-        "facts": [program.facts.get(axis) for axis in flat.axes],
+        "facts": [program.facts[axis] for axis in flat.axes],
         "trace_facts": program.trace_facts,
         "sources": dict(sources),
     }
-    return encode(body)
+    return encode(body, flat.axes)
 
 
-def _find_places(results: Sequence[Any], specs: list[Any]) -> list[int | None]:
-    """Find the place of each result's spec among those of the arguments; None of a result without a spec."""
-    places: list[int | None] = []
-    for spec in results:
-        if spec is not None and spec not in specs:
-            raise ValueError(
-                f"save_graph: a result has a spec that no argument has ({spec}). Return a leaf that is laid out as one "
-                "of the arguments."
-            )
-        places.append(None if spec is None else specs.index(spec))
-    return places
+def _find_place(spec: Any, specs: list[Any]) -> int:
+    """Find the place of a result's spec among those of the arguments."""
+    if spec not in specs:
+        raise ValueError(
+            f"save_graph: a result has a spec that no argument has ({spec}). Return a leaf that is laid out as one of "
+            "the arguments."
+        )
+    return specs.index(spec)
 
 
 def load_graph(directory: str | Path) -> Callable[..., Any]:
@@ -115,7 +113,8 @@ def load_graph(directory: str | Path) -> Callable[..., Any]:
     Raises:
         FileNotFoundError: if there is no file of this rank.
         ValueError: if the file is damaged, of another version, or says what no graph does, with the path and the part;
-            by the function returned, where this rank's place or the arguments are others, by name.
+            by the function returned, where this rank's place or the arguments are others, by name, or where what the
+            file says of arguments and results does not fit these.
 
     >>> import tempfile, torch, fshard as fs
     >>> directory = tempfile.mkdtemp()
@@ -125,15 +124,18 @@ def load_graph(directory: str | Path) -> Callable[..., Any]:
     (tensor([2., 2.]), ['read from a file'])
     """
     path = locate_file(directory)
-    return _Loaded(path, read_file(path))
+    saved = read_file(path)
+    # A call reads the nodes again, with its axes in the place of these.
+    saved.read_graph(name_source(path), [fs.Axis("axis", 1, "group")] * len(saved.facts))
+    return _Loaded(name_source(path), saved)
 
 
 class _Loaded(Jitted):
     """A jitted function whose graph is read rather than traced."""
 
-    def __init__(self, path: Path, saved: SavedGraph) -> None:
+    def __init__(self, source: Source, saved: SavedGraph) -> None:
         super().__init__(_refuse_to_run, (), (), (), "graph", ())
-        self._path = path
+        self._source = source
         self._saved = saved
 
     def make_program(self, key: Any, flat: Any) -> Program:
@@ -145,47 +147,30 @@ class _Loaded(Jitted):
                 raise ValueError(
                     f"load_graph: the graph is for {name}: {expected}, got {got}. Save it again for these arguments."
                 )
-        self._check_leaves(flat)
-        specs = _list_specs(flat)
-        graph = with_groups(saved.graph, [axis.group_name for axis in flat.axes])
-        traced = Traced(
-            _compat.lazy_module(graph),
-            saved.inputs,
-            self._make_treedef(flat),
-            specs=[None if place is None else specs[place] for place in saved.specs],
-            captured=[],
-        )
-        facts = {axis: text for axis, text in zip(flat.axes, saved.facts, strict=True) if text is not None}
-        return Program(
-            traced, saved.donated, set(saved.written), [], facts, saved.trace_facts, origin="read from a file"
-        )
+        module = _compat.lazy_module(saved.read_graph(self._source, flat.axes))
+        with self._source.reading("result"):
+            inputs = [n for n, tensor in enumerate(flat.tensors) if isinstance(tensor, torch.Tensor)]
+            donated = [leaf for leaf in inputs if leaf in saved.donated]
+            written = [leaf for leaf in donated if leaf in saved.written]
+            treedef = flatten(make_tree(saved.result, flat.treedef)).treedef
+            are_inputs = (saved.inputs, saved.donated, saved.written) == (inputs, donated, written)
+            if not are_inputs or not treedef.num_leaves == len(saved.outputs) == len(saved.specs):
+                raise ValueError("the leaves are not those of the arguments and of the result")
+            specs = _list_specs(flat)
+            return Program(
+                Traced(module, inputs, treedef, [None if n is None else specs[n] for n in saved.specs], captured=[]),
+                donated_leaves=donated,
+                overwritten_leaves=set(written),
+                captured=[],
+                facts=dict(zip(flat.axes, saved.facts, strict=True)),
+                trace_facts=saved.trace_facts,
+                origin="read from a file",
+            )
 
     def trace_call(self, args: Any, kwargs: Any) -> NoReturn:
         raise ValueError(
             "load_graph: a saved graph has no shapes to read, plan or report. Use the function that it was saved from."
         )
-
-    def _check_leaves(self, flat: Any) -> None:
-        """Refuse a file whose numbers of leaves and axes are not those of the arguments that it says it is for."""
-        saved = self._saved
-        tensors = [n for n, leaf in enumerate(flat.leaves) if isinstance(leaf, torch.Tensor | fs.Sharded)]
-        axes = [[axis.name, axis.size] for axis in flat.axes]
-        largest_place = max((place for place in saved.specs if place is not None), default=-1)
-        if (saved.inputs, saved.axes) != (tensors, axes) or largest_place >= len(_list_specs(flat)):
-            self._refuse("inputs, axes and specs are not those of the arguments")
-
-    def _make_treedef(self, flat: Any) -> Any:
-        """Make the structure of the result."""
-        try:
-            treedef = flatten(make_tree(self._saved.result, flat.treedef)).treedef
-        except LookupError:
-            self._refuse("result has parts that the arguments do not have")
-        if treedef.num_leaves != len(self._saved.specs):
-            self._refuse("result does not have one leaf for each output")
-        return treedef
-
-    def _refuse(self, problem: str) -> NoReturn:
-        raise ValueError(f"load_graph: {self._path}: its {problem}. Save the graph again.")
 
 
 def _refuse_to_run(*_: Any, **__: Any) -> NoReturn:

@@ -15,7 +15,7 @@ import torch
 
 import fshard as fs
 from fshard.ext.saved_graph import _Loaded, encode_program
-from fshard.ext.saved_graph.file import locate_file, read_file
+from fshard.ext.saved_graph.file import locate_file, name_source, read_file
 from fshard.ext.saved_graph.identity import are_sources_equal, compute_identity, find_late_changes, list_sources
 from fshard.extend import Jitted, Program, expect, read_environment
 
@@ -121,7 +121,7 @@ def _read(path: Path, signature: Any, flat: Any) -> Program | None:
     saved = read_file(path) if path.exists() else None
     if saved is None or not are_sources_equal(saved.sources):
         return None
-    return _Loaded(path, saved).make_program(signature, flat)
+    return _Loaded(name_source(path), saved).make_program(signature, flat)
 
 
 def _warn(outcome: str, error: Exception) -> None:

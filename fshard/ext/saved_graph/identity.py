@@ -40,10 +40,6 @@ _NAMED = (
 _OF_PYTHON = ("_abc_impl", "__annotations__")
 
 
-class UnknownIdentityError(Exception):
-    """A value that a trace can reach and that cannot be taken apart."""
-
-
 def compute_identity(values: Any, axes: Iterable[fs.Axis]) -> str:
     """Compute a digest of values and of all that is reached from them.
 
@@ -52,14 +48,14 @@ def compute_identity(values: Any, axes: Iterable[fs.Axis]) -> str:
         axes: The axes of the arguments. The groups of their processes have other names in each process.
 
     Raises:
-        UnknownIdentityError: if a value has no identity.
+        TypeError: if a value that is reached cannot be taken apart, and so has no identity.
     """
     content = io.BytesIO()
     pickler = _Pickler(content, axes)
     try:
         pickler.dump(values)
     except Exception as error:
-        raise UnknownIdentityError(f"{error}, which was reached from {pickler.function}") from error
+        raise TypeError(f"{error}, which was reached from {pickler.function}") from error
     return files.digest(content.getvalue())
 
 

@@ -151,13 +151,15 @@ _OF_TORCH = (
     *(_ELEMENTWISE, _REDUCTIONS, _VIEWS, _ARRANGEMENTS, _FACTORIES, _RANDOM, _LINEAR_ALGEBRA),
     *(_LAYERS, _DERIVATIVES, _ON_LISTS, _SIZES),
 )
-COLLECTIVES = frozenset(("all_gather", "all_reduce", "all_to_all", "reduce_scatter"))
+# Collectives over an axis, which a file names by its place among those of the arguments.
+_COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
+COLLECTIVES = frozenset(f"fshard.{name}.default" for name in _COLLECTIVES)
 # Named by their functions: what defines these operators has to be imported before a file is read.
 SUMS = (sum_digits.__name__, sum_powers.__name__)
 LISTED: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "aten": frozenset(" ".join(_OF_TORCH).split()),
-        "fshard": COLLECTIVES | {"random_state", "seed", "set_random_state", *SUMS},
+        "fshard": frozenset((*_COLLECTIVES, "random_state", "seed", "set_random_state", *SUMS)),
         # What waits for a buffer of a collective.
         "_c10d_functional": frozenset(("wait_tensor",)),
     }
@@ -173,44 +175,17 @@ ON_NUMBERS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     }
 )
 
-# The types of arguments, as schemas spell them, each with the types of its values.
-KINDS: Mapping[str, tuple[type, ...]] = MappingProxyType(
-    {
-        "Tensor": (int, float, bool),
-        "int": (int,),
-        "float": (int, float),
-        "bool": (bool,),
-        "number": (int, float, bool),
-        "ScalarType": (torch.dtype,),
-        "Layout": (torch.layout,),
-        "MemoryFormat": (torch.memory_format,),
-        "Device": (torch.device,),
-        "Generator": (),
-        "str": (str,),
-    }
-)
-NUMBERS = frozenset(("int", "float", "bool", "number"))
-_RESULTS = MappingProxyType({"Tensor": "Tensor", "List[Tensor]": "List[Tensor]", **dict.fromkeys(NUMBERS, "number")})
-
 
 class Operator(NamedTuple):
     """An operator that a file may name.
 
     Attributes:
         function: What runs it.
-        kinds: The types of its arguments by their names, in their order, as its schema spells them.
-        positional: Names of the arguments that are given by their place.
-        keywords: Names of those that are given by their name.
-        required: Names of those that have no default.
-        result: "Tensor", "number" or "List[Tensor]"; for several results a tuple of such, empty for none.
+        schema: Its schema, by which torch tells the types of its arguments and results.
     """
 
     function: Callable[..., Any]
-    kinds: Mapping[str, str]
-    positional: list[str]
-    keywords: list[str]
-    required: frozenset[str]
-    result: str | tuple[str, ...]
+    schema: Any
 
 
 @functools.lru_cache(maxsize=1024)
@@ -224,40 +199,17 @@ def find_operator(name: str) -> Operator | None:
         The operator; None where no file may name it, or this torch has none of that name.
     """
     if name in ON_NUMBERS:
-        names = ["a", "b"] if name in _ON_TWO_NUMBERS else ["a"]
-        return Operator(ON_NUMBERS[name], dict.fromkeys(names, "number"), names, [], frozenset(names), "number")
+        parameters = "Scalar a, Scalar b" if name in _ON_TWO_NUMBERS else "Scalar a"
+        return Operator(ON_NUMBERS[name], _compat.parse_schema(f"{name}({parameters}) -> Scalar"))
     namespace, _, rest = name.partition(".")
     packet_name, _, overload = rest.partition(".")
-    if not _is_in_tables(namespace, packet_name):
+    names = LISTED.get(namespace, frozenset())
+    # `add_`, which writes to its first argument, is where `add` is.
+    if packet_name not in names and packet_name.removesuffix("_") not in names:
         return None
     packet = getattr(getattr(torch.ops, namespace), packet_name, None)
     if packet is None or overload not in packet.overloads():
         return None
     function = getattr(packet, overload)
     schema = _compat.schema_of(function)
-    return None if schema is None else _read_schema(function, schema)
-
-
-def _is_in_tables(namespace: str, name: str) -> bool:
-    """Whether an operator is in the tables; `add_`, which writes to its first argument, is where `add` is."""
-    names = LISTED.get(namespace, frozenset())
-    return name in names or name.removesuffix("_") in names
-
-
-def _read_schema(function: Callable[..., Any], schema: Any) -> Operator | None:
-    """Read the schema of an operator; None where values of a file do not do for its arguments."""
-    kinds = {argument.name: str(argument.real_type) for argument in schema.arguments}
-    results = [str(result.real_type) for result in schema.returns]
-    if not KINDS.keys() >= set(map(strip_kind, kinds.values())) or not _RESULTS.keys() >= set(results):
-        return None
-    positional = [argument.name for argument in schema.arguments if not argument.kwarg_only]
-    keywords = [argument.name for argument in schema.arguments if argument.kwarg_only]
-    required = frozenset(argument.name for argument in schema.arguments if not argument.has_default_value())
-    kinds_of_results = tuple(_RESULTS[result] for result in results)
-    result = kinds_of_results[0] if len(results) == 1 else kinds_of_results
-    return Operator(function, kinds, positional, keywords, required, result)
-
-
-def strip_kind(kind: str) -> str:
-    """Return the type of one value, without lists of it and None."""
-    return kind.rpartition("[")[2].rstrip("]")
+    return None if schema is None else Operator(function, schema)

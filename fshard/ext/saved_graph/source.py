@@ -1,0 +1,25 @@
+"""Where a graph is read from, for the errors of what stands there."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Source(NamedTuple):
+    """Where a graph is read from.
+
+    Attributes:
+        reader: Who reads which file.
+        remedy: What the user can do where it is wrong.
+    """
+
+    reader: str
+    remedy: str
+
+    @contextmanager
+    def reading(self, part: str) -> Iterator[None]:
+        """Name the source and the part in whatever error the content of a part causes."""
+        try:
+            yield
+        except Exception as error:
+            raise ValueError(f"{self.reader}: {part}: {error!r:.400}; {self.remedy}") from error
