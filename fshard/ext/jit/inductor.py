@@ -44,24 +44,13 @@ def compile_pieces(module: GraphModule) -> None:
         if not results or number_of_kernels < 2:
             # There is nothing to fuse.
             continue
-        inputs = _find_inputs_of(piece.nodes, inside)
-        piece_module = _copy_piece(piece.nodes, inputs, results)
+        piece_module, inputs = _copy_piece(piece.nodes, results)
         key = (tuple(make_aval(node.meta["val"]) for node in inputs), str(piece_module.graph))
         if key not in compiled:
             compiled[key] = _compat.compile_by_inductor(piece_module, [node.meta["val"] for node in inputs])
         with graph.inserting_before(first_after_piece):
             _call_kernel(graph, compiled[key], inputs, results, inside)
     graph.eliminate_dead_code(graph_nodes.is_impure)
-
-
-def _find_inputs_of(nodes: Sequence[Node], inside: set[Node]) -> list[Node]:
-    """List what the nodes of a piece use and that lies outside of it."""
-    inputs: dict[Node, None] = {}
-    for node in nodes:
-        for source in node.all_input_nodes:
-            if source not in inside:
-                inputs[source] = None
-    return list(inputs)
 
 
 def _call_kernel(
@@ -135,17 +124,24 @@ def _is_tensor(node: Node) -> bool:
     return isinstance(node.meta["val"], torch.Tensor)
 
 
-def _copy_piece(nodes: Sequence[Node], inputs: Sequence[Node], results: Sequence[Node]) -> GraphModule:
-    """Copy a piece into a graph of its own, in which equal pieces have equal names."""
+def _copy_piece(nodes: Sequence[Node], results: Sequence[Node]) -> tuple[GraphModule, list[Node]]:
+    """Copy a piece into a graph of its own, in which equal pieces have equal names; list what its inputs stand for."""
     graph = Graph()
+    inputs: list[Node] = []
     copies: dict[Node, Node] = {}
-    for n, node in enumerate(inputs):
-        copies[node] = graph.placeholder(f"input_{n}")
-        copies[node].meta["val"] = node.meta["val"]
+
+    def find_copy(node: Node) -> Node:
+        if node not in copies:
+            add_copy(node, graph.placeholder(f"input_{len(inputs)}"))
+            inputs.append(node)
+        return copies[node]
+
+    def add_copy(node: Node, copy: Node) -> None:
+        copy.meta["val"] = node.meta["val"]
+        copies[node] = copy
+
     for node in nodes:
         target: Any = node.target
-        args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
-        copies[node] = graph.call_function(target, args, kwargs)
-        copies[node].meta["val"] = node.meta["val"]
+        add_copy(node, graph.call_function(target, *map_arg((node.args, node.kwargs), find_copy)))
     graph.output([copies[node] for node in results])
-    return GraphModule(torch.nn.Module(), graph)
+    return GraphModule(torch.nn.Module(), graph), inputs

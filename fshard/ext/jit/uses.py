@@ -41,15 +41,15 @@ def find_uses(graph: Any, args: Any) -> dict[Hashable, str]:
         graph: A `StepGraph`.
         args: The arguments that it was traced with.
     """
-    known_uses = _find_known_uses(graph, args)
     memory = graph.memory
     uses: dict[Hashable, str] = {}
     collectives = {moment.node: moment.collective for moment in graph.moments if moment.collective}
-    gradients = dict.fromkeys(_find_gradients(graph.module, collectives), "gradients")
-    for uses_of_nodes in (known_uses, gradients):
-        for node, use in uses_of_nodes.items():
-            for storage in memory.storages[node]:
-                uses.setdefault(storage, use)
+    known_uses = _find_known_uses(graph, args)
+    for node in _find_gradients(graph.module, collectives):
+        known_uses.setdefault(node, "gradients")
+    for node, use in known_uses.items():
+        for storage in memory.storages[node]:
+            uses.setdefault(storage, use)
     for node in graph.module.graph.nodes:
         sources = set[str]()
         for source in node.all_input_nodes:
