@@ -1,6 +1,7 @@
 """Graph files that were damaged, and files made to do harm, their digests in order: none runs anything, none loads."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import random
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.ext.saved_graph.operators import find_operator
+from fshard.ext.saved_graph.operators import ON_NUMBERS, find_operator
 from tests.trees import one_axis
 
 NAME = "graph-rank-00000.json"
@@ -258,6 +259,31 @@ def test_nodes_that_make_no_graph(graph):
         graph.assert_nodes_refused("node 8: ", LAYER_NORM, node("getitem", first, index))
     number = node("aten.sym_size.int", FIRST, 0)
     graph.assert_body_refused("outputs: ValueError('sym_size", nodes=[number], outputs=[first])
+
+
+VALUES = (
+    *(None, True, 0, -1, 2**31, 2**63, 2**70, 10**4000, 1.5, float("nan"), "", "x", "\ud800", "\0", "mean", "cpu"),
+    *([], [0], [None], ["x"], [[]], [FIRST, None], [0] * 2000, {}, FIRST, {"node": 6}, {"torch": "torch.strided"}),
+    *({"torch": "torch.float32"}, {"device": "meta"}, {"device": 0}, functools.reduce(lambda x, _: [x], range(800), 0)),
+)
+
+
+def test_arguments_of_any_kind_are_refused_or_read(graph):
+    """Torch compares them with the schemas of its operators."""
+    chance = random.Random(0)
+    names = [name.replace("::", ".") for name in torch._C._dispatch_get_all_op_names()]
+    names = [name if name.count(".") == 2 else f"{name}.default" for name in sorted(names)]
+    names = [*ON_NUMBERS, "getitem", *filter(find_operator, names)]
+    for name in chance.sample(names, 500):
+        args = [chance.choice((*VALUES, *[FIRST] * 20)) for _ in range(chance.randrange(5))]
+        keywords = {chance.choice(("dtype", "out", "generator", "device", "from")): chance.choice(VALUES)}
+        call = node(name, *args, **chance.choice((keywords, {})))
+        graph.path.write_bytes(seal(graph.body | {"nodes": [call], "outputs": [None], "specs": [None]}))
+        try:
+            graph.load()
+        except ValueError as error:
+            assert f"load_graph: {graph.path}: node " in str(error)  # noqa: PT017
+            assert len(str(error)) < 1500  # noqa: PT017
 
 
 def nest(value, levels, wrap):

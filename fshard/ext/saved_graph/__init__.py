@@ -71,7 +71,7 @@ def encode_program(key: Any, program: Program, flat: Any, sources: Mapping[str, 
             f"save_graph: the function closes over tensors ({len(traced.captured)} of them), which a file does not "
             "hold. Pass them as arguments."
         )
-    specs = _list_specs(flat)
+    specs = [leaf.spec for leaf in flat.sharded]
     body = {
         "arguments": _describe_arguments(key, flat),
         "inputs": traced.input_leaves,
@@ -156,7 +156,7 @@ class _Loaded(Jitted):
             are_inputs = (saved.inputs, saved.donated, saved.written) == (inputs, donated, written)
             if not are_inputs or not treedef.num_leaves == len(saved.outputs) == len(saved.specs):
                 raise ValueError("the leaves are not those of the arguments and of the result")
-            specs = _list_specs(flat)
+            specs = [leaf.spec for leaf in flat.sharded]
             return Program(
                 Traced(module, inputs, treedef, [None if n is None else specs[n] for n in saved.specs], captured=[]),
                 donated_leaves=donated,
@@ -178,11 +178,6 @@ def _refuse_to_run(*_: Any, **__: Any) -> NoReturn:
         "load_graph: a saved graph cannot run inside fs.jit, under torch.func or a mode, or on tensors that require a "
         "gradient. Call the function that it was saved from."
     )
-
-
-def _list_specs(flat: Any) -> list[Any]:
-    """List the specs of the leaves that are Sharded."""
-    return [leaf.spec for leaf in flat.sharded]
 
 
 def _describe_arguments(key: Any, flat: Any) -> dict[str, str]:
