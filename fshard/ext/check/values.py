@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 import fshard as fs
 from fshard.comm import Collective
 from fshard.ext._compat import origin_of
-from fshard.ext.check.graphs import AxisGraph, Input, is_number, name_of, shape_of
+from fshard.ext.check.graphs import AxisGraph, Input, name_of, shape_of
 from fshard.ext.check.report import StepProblem, frames_of
 from fshard.extend import generators, graph_nodes, walk_graph
 
@@ -22,7 +22,13 @@ USERS_SUMS = ("psum", "psum_invariant")
 _MATRIX_PRODUCTS = ("mm", "bmm")
 _REDUCTIONS = ("sum", "mean", "linalg_vector_norm", *_MATRIX_PRODUCTS)
 # The mean of one of these is not that of the mean.
-_NONLINEAR = ("exp", "exp2", "log", "log2", "log10", "sqrt", "rsqrt")
+_NONLINEAR = (
+    *("exp", "exp2", "expm1", "log", "log10", "log1p", "log2", "pow", "reciprocal", "rsqrt", "sigmoid", "sqrt"),
+    *("std", "tanh", "var"),
+)
+_LINEAR = ("add", "div", "mul", "neg", "rsub", "sub")
+# Numbers of one element, and norms, which may be squared.
+_NO_SUMS = ("linalg_vector_norm", "select")
 # The beginnings of names of operators that map over lists, whose items have nothing to do with each other.
 _BY_ITEM = ("_foreach_", "_fused_ad", "_fused_sgd")
 
@@ -64,12 +70,16 @@ class ValueTypes(AxisGraph):
         """Type all nodes."""
         self.types: dict[Node, Agreement] = {}
         self.problems: list[StepProblem] = []
+        # Numbers that are computed from sums, means and counts of a batch, and those that are not linear in these.
+        self._sums: set[Node] = set()
+        self._nonlinear: set[Node] = set()
         self._storages = graph_nodes.find_storages(self.nodes)
         self._written: dict[Hashable, Agreement] = {}
         # What the generators of ranks draw from, which nobody knows without a key.
         self._draws = Agreement.OTHER
         for node in self.nodes:
             self.types[node] = self._visit(node)
+            self._follow_sums(node)
             self._follow_writes(node)
 
     def type_of(self, node: Node) -> Agreement:
@@ -125,6 +135,27 @@ class ValueTypes(AxisGraph):
             written = max(self._list_types(node, number % count)) if count else self.types[node]
             self._written |= dict.fromkeys(self._storages[target], written)
 
+    def _follow_sums(self, node: Node) -> None:
+        """Note whether a number is computed from sums over the rank's batch, and whether it is linear in these."""
+        name = name_of(node)
+        if shape_of(node) or self.types[node] < Agreement.VARYING or name in _NO_SUMS:
+            return
+        sources: list[Any] = [source for source in node.args if source in self._sums]
+        if not sources and not any(map(shape_of, node.all_input_nodes)):
+            return
+        self._sums.add(node)
+        if name == "div" and origin_of(node).is_users and list(map(self._reads_state, sources)) == [True, False]:
+            text = "this mean has the count of this rank's batch, so that the mean over ranks gives items other weights"
+            self._report("mean of means", node, f'{text}; return (sum, count) with reduce="weighted"')
+            return
+        # The mean of squares may be that of the deviations of ranks from their mean.
+        bends = name in _NONLINEAR and 2 not in node.args
+        is_product = (name == "mul" and len({*sources}) > 1) or (name == "div" and node.args[1] in sources)
+        # What is added to other numbers of the batch is a term of a loss, of which the mean over ranks is meant.
+        keeps = len(sources) == 1 and (name in _LINEAR or _shows_values(node))
+        if bends or is_product or (keeps and sources[0] in self._nonlinear):
+            self._nonlinear.add(node)
+
     def _report(self, kind: str, node: Node, text: str) -> None:
         problem = StepProblem(kind, self.axis.name, "", frames_of(node), f"{text}.")
         self.problems.append(problem)
@@ -160,9 +191,9 @@ class ValueTypes(AxisGraph):
         elif averages and name in _MATRIX_PRODUCTS and self._makes_term(shown, max(self._list_types(shown))):
             text = f"each rank has a part of this product, so that their mean is {size} times too small; take their sum"
             self._report("number of ranks", node, text)
-        elif averages and name in _NONLINEAR and is_number(source):
+        elif averages and source in self._nonlinear:
             text = "the mean over ranks of a function that is not linear is not that of their mean"
-            self._report("mean of means", node, f"{text}; take the mean over ranks first")
+            self._report("mean of means", node, f"{text}; take the mean, or the sums of a quotient, over ranks first")
 
     def _compute(self, node: Node) -> Agreement:
         types = self._list_types(node)
@@ -179,7 +210,7 @@ class ValueTypes(AxisGraph):
         if graph_nodes.is_random(node):
             # Batches that differ are meant to have draws that differ.
             types.append(min(self._draws, Agreement.VARYING) if self.varies else self._draws)
-        self._check_product(node, types)
+        self._check_draws(node, types)
         result = max(types)
         if origin_of(node).phase == "backward":
             # It makes terms of gradients, which are summed at its end.
@@ -207,20 +238,12 @@ class ValueTypes(AxisGraph):
             self._report("missing sum", node, f"{text}; compute it of leaves that are gathered")
         return max(types)
 
-    def _check_product(self, node: Node, types: Sequence[Agreement]) -> None:
-        """Refuse equal random numbers for batches that differ, and a sum that is divided by this rank's count."""
-        name = name_of(node)
-        may_mix = name in ("mul", "div", "where") or graph_nodes.is_random(node)
+    def _check_draws(self, node: Node, types: Sequence[Agreement]) -> None:
+        """Refuse equal random numbers for batches that differ."""
+        may_mix = name_of(node) in ("mul", "div", "where") or graph_nodes.is_random(node)
         if may_mix and Agreement.DRAWN in types and max(types) >= Agreement.VARYING:
             text = "ranks draw equal random numbers for different batches; fold the axis into the key by fs.fold_in"
             self._report("same random numbers", node, f"{text}(key, axis)")
-        operands = node.all_input_nodes
-        if name != "div" or not origin_of(node).is_users or any(map(shape_of, operands)):
-            return
-        varies = min(map(self.type_of, operands)) >= Agreement.VARYING
-        if varies and [self._reads_state(operand) for operand in operands] == [True, False]:
-            text = "this mean has the count of this rank's batch, so that the mean over ranks gives items other weights"
-            self._report("mean of means", node, f'{text}; return (sum, count) with reduce="weighted"')
 
     def _reads_state(self, node: Node) -> bool:
         """Whether a value is computed from the state, and not from the batch alone."""

@@ -31,6 +31,15 @@ def number(f):
     return step
 
 
+def precision(x, y):
+    return (x * y > 0).sum() / (x > 0).sum()
+
+
+def f1(x):
+    of_first, of_second = precision(x, x), precision(x, -x)
+    return 2 * of_first * of_second / (of_first + of_second)
+
+
 METRICS = {
     "constant": (lambda w, x, axis: torch.zeros(()), None),
     "batch": (lambda w, x, axis: x.sum(), "local metric"),
@@ -48,7 +57,31 @@ METRICS = {
     "mean of a mean": (lambda w, x, axis: fs.pmean(fs.pmean(x.mean(), axis), axis), None),
     "mean of exponentials": (lambda w, x, axis: fs.pmean(x.mean().exp(), axis), "mean of means"),
     "mean of powers of two": (lambda w, x, axis: fs.pmean(x.mean().exp2(), axis), "mean of means"),
+    "mean of deviations": (lambda w, x, axis: fs.pmean(x.std(), axis), "mean of means"),
+    "mean of variances": (lambda w, x, axis: fs.pmean(x.var(), axis), "mean of means"),
+    "mean of powers": (lambda w, x, axis: fs.pmean(x.mean() ** 3, axis), "mean of means"),
+    "mean of products": (lambda w, x, axis: fs.pmean(x.mean() * x.mean(), axis), "mean of means"),
+    "mean of reciprocals": (lambda w, x, axis: fs.pmean(x.sum() * (1 / x.square().sum()), axis), "mean of means"),
+    "mean of scaled roots": (lambda w, x, axis: fs.pmean(1 - 2 * x.square().mean().sqrt(), axis), "mean of means"),
+    "mean of quotients": (lambda w, x, axis: fs.pmean(torch.ones(()) / x.mean(), axis), "mean of means"),
+    "mean of tanh": (lambda w, x, axis: fs.pmean(x.mean().tanh(), axis), "mean of means"),
+    "mean of precisions": (lambda w, x, axis: fs.pmean(precision(x, x), axis), "mean of means"),
+    "mean of F1": (lambda w, x, axis: fs.pmean(f1(x), axis), "mean of means"),
     "mean of rows of exponentials": (lambda w, x, axis: fs.pmean(x.exp().mean(), axis), None),
+    "mean of rows of tanh": (lambda w, x, axis: fs.pmean(x.tanh().mean(), axis), None),
+    "mean of rows of products": (lambda w, x, axis: fs.pmean((x * x).sum() / x.numel(), axis), None),
+    "mean of deviations of rows": (lambda w, x, axis: fs.pmean(torch.stack([*map(torch.std, x)]).mean(), axis), None),
+    "mean of sums over rows": (lambda w, x, axis: fs.pmean(sum(row.std() for row in x) / len(x), axis), None),
+    "mean of a loss with a deviation": (lambda w, x, axis: fs.pmean(x.mean() + 0.1 * x.std(), axis), None),
+    "mean of a loss with a factor": (lambda w, x, axis: fs.pmean(x.mean() * x[0, 0].exp(), axis), None),
+    "mean of counts that are not 0": (
+        lambda w, x, axis: fs.pmean(1 / (x > 0).sum().clamp(min=1), axis),
+        "mean of means",
+    ),
+    "mean of squares": (lambda w, x, axis: fs.pmean((x.mean() - fs.pmean(x.mean(), axis)) ** 2, axis).sqrt(), None),
+    "mean of squared norms": (lambda w, x, axis: fs.pmean(x.norm() ** 2, axis), None),
+    "share of large roots": (lambda w, x, axis: fs.pmean((x.square().sum().sqrt() > 1).float(), axis), None),
+    "deviation of all": (lambda w, x, axis: fs.pmean(x.square().mean(), axis).sqrt(), None),
     "sum over ranks": (lambda w, x, axis: fs.psum(x.sum(), axis), None),
     "sum over ranks, over the items of one": (lambda w, x, axis: fs.psum(x.sum(), axis) / x.numel(), "number of ranks"),
     "sum over ranks, over those of all": (lambda w, x, axis: fs.psum(x.sum(), axis) / (x.numel() * axis.size), None),

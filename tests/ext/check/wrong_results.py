@@ -42,6 +42,33 @@ def mean_of_perplexities(mesh):
     return step, state_of(FULL, split(mesh)), X, Y, fs.axis_of(mesh)
 
 
+@mistake("mean of means")
+def mean_of_deviations(mesh):
+    def step(state, x, y, axis):
+        (loss, logits), grads = fs.value_and_grad(loss_and_logits, has_aux=True)(state.params, x, y)
+        # right: logits = fs.all_gather(logits, axis)
+        deviation = fs.pmean(logits.std(), axis)  # <- here; right: deviation = logits.std()
+        return fs.update(TX, state, grads), {"loss": loss, "deviation": deviation}
+
+    return step, state_of(FULL, split(mesh)), X, Y, fs.axis_of(mesh)
+
+
+@mistake("mean of means")
+def mean_of_f1_scores(mesh):
+    """The counts of all ranks are to be added up first."""
+
+    def step(state, x, y, axis):
+        (loss, logits), grads = fs.value_and_grad(loss_and_logits, has_aux=True)(state.params, x, y)
+        predicted, actual = logits.argmax(-1) == 0, y == 0
+        hits, count = (predicted & actual).sum(), predicted.sum() + actual.sum()
+        # right: hits, count = fs.psum(hits, axis), fs.psum(count, axis)
+        score = 1 - (1 - 2 * hits / count)
+        score = fs.pmean(score, axis)  # <- here; right: pass
+        return fs.update(TX, state, grads), {"loss": loss, "f1": score}
+
+    return step, state_of(FULL, split(mesh)), X, Y, fs.axis_of(mesh)
+
+
 @mistake("doubled sum", "local metric", mesh=SHARD_TP)
 def metric_over_the_other_axis(mesh):
     def step(state, x, y, shard, tp):
