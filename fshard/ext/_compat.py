@@ -318,6 +318,11 @@ class Frame(NamedTuple):
     line: int
     function: str
 
+    @property
+    def text(self) -> str:
+        """The line itself."""
+        return linecache.getline(self.file, self.line).strip()
+
 
 class Origin(NamedTuple):
     """Where an operator of a graph comes from.
@@ -353,6 +358,12 @@ def origin_of(node: torch.fx.Node) -> Origin:
     """Return where a node comes from."""
     origin: Origin = node.meta.get("origin", Origin())
     return origin
+
+
+def frames_of(node: torch.fx.Node) -> tuple[Frame, ...]:
+    """Return the lines of the user's program that a node comes from, for the backward those of its forward."""
+    origin = origin_of(node)
+    return origin.forward or origin.frames
 
 
 def noting_origins() -> AbstractContextManager[None]:

@@ -7,9 +7,9 @@ from typing import Any
 from torch.fx import Node
 
 from fshard.comm import Verb
-from fshard.ext._compat import origin_of
+from fshard.ext._compat import frames_of, origin_of
 from fshard.ext.check.graphs import name_of, shape_of
-from fshard.ext.check.report import StepProblem, frames_of
+from fshard.ext.check.report import StepProblem
 from fshard.ext.check.results import Result
 from fshard.ext.check.values import (
     USERS_SUMS,

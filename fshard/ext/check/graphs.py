@@ -1,12 +1,9 @@
 """The graph of a step beside those of other ranks and of twice as many, compared operator by operator."""
 
 import math
-import operator
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -31,37 +28,10 @@ class Input(NamedTuple):
     is_batch: bool
 
 
-@dataclass(eq=False)
-class AxisGraph:
-    """The graph of a step, and what is known of it over one axis before its values are typed.
-
-    Attributes:
-        nodes: The nodes.
-        axis: The axis.
-        inputs: The arguments of the graph.
-        rank_constants: Nodes whose constants are others on a neighbour.
-        doubled: The nodes of the graph for twice as many ranks; empty if it has other operators.
-        varies: Whether batches differ between the ranks.
-        are_means: Whether all losses that the step differentiates are means over ranks.
-    """
-
-    nodes: Sequence[Node]
-    axis: fs.Axis
-    inputs: Mapping[Node, Input]
-    rank_constants: Collection[Node]
-    doubled: Mapping[Node, Node]
-    varies: bool
-    are_means: bool
-
-    def is_split(self, node: Node) -> bool:
-        """Whether a dim of a value is shorter on twice as many ranks."""
-        there = shape_of(self.doubled.get(node, node))
-        return any(map(operator.lt, there, shape_of(node)))
-
-
 def shape_of(node: Node) -> Sequence[int]:
     """Return the shape of a value; of what is no tensor, such as a list, one without elements."""
-    return getattr(node.meta.get("val"), "shape", (0,))
+    value = node.meta.get("val")
+    return getattr(value, "shape", (0,))
 
 
 def is_number(node: Node) -> bool:
@@ -71,7 +41,8 @@ def is_number(node: Node) -> bool:
 
 def name_of(node: Node) -> str:
     """Return the name of a node's operator without its overload, such as "mul"; that of another node is empty."""
-    return getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    operator = getattr(node.target, "overloadpacket", None)
+    return getattr(operator, "__name__", "")
 
 
 def list_inputs(nodes: Sequence[Node], traced: Traced, args: Sequence[Any]) -> dict[Node, Input]:
@@ -81,34 +52,47 @@ def list_inputs(nodes: Sequence[Node], traced: Traced, args: Sequence[Any]) -> d
     for place, argument in enumerate(args):
         leaves = leaves_of(argument)
         # An optimizer's state may be an argument of its own, as in Optax. Its counts are no batch.
-        is_state = place == 0 or any(isinstance(leaf, fs.Sharded) for leaf in leaves)
+        has_shards = any(isinstance(leaf, fs.Sharded) for leaf in leaves)
+        is_state = place == 0 or has_shards
         are_batch += [not is_state] * len(leaves)
     inputs = {}
     for node, number in zip(nodes, traced.input_leaves, strict=False):
-        inputs[node] = Input(flat.paths[number], flat.leaves[number], are_batch[number])
+        leaf = flat.leaves[number]
+        inputs[node] = Input(flat.paths[number], leaf, are_batch[number])
     return inputs
 
 
 def find_neighbour(mesh: Mapping[str, int], rank: int, axis: fs.Axis) -> int:
     """Find the number of another rank on an axis."""
-    ranks = torch.arange(math.prod(mesh.values())).view(*mesh.values())
-    neighbours = ranks.roll(-1, list(mesh).index(axis.name))
-    return int(neighbours.flatten()[rank])
+    names = list(mesh)
+    inner = names[names.index(axis.name) + 1 :]
+    stride = math.prod(mesh[name] for name in inner)
+    is_first = rank // stride % axis.size == 0
+    return rank + stride if is_first else rank - stride
 
 
 def pair_nodes(nodes: Sequence[Node], others: Sequence[Node]) -> dict[Node, Node]:
     """Pair the nodes of two graphs; none if they have other operators, so that nothing is known."""
     for left_out in ((), _FITTING):
-        here = [node for node in nodes if name_of(node) not in left_out]
-        there = [node for node in others if name_of(node) not in left_out]
-        if [node.target for node in here] == [node.target for node in there]:
+        here = _leave_out(nodes, left_out)
+        there = _leave_out(others, left_out)
+        if list(here.values()) == list(there.values()):
             return dict(zip(here, there, strict=True))
     return {}
 
 
+def _leave_out(nodes: Sequence[Node], names: Collection[str]) -> dict[Node, Any]:
+    """Find the targets of nodes but those of some operators."""
+    return {node: node.target for node in nodes if name_of(node) not in names}
+
+
 def list_other_constants(pairs: Mapping[Node, Node]) -> set[Node]:
     """List the nodes whose constants are others in the graph that they are paired with."""
-    return {node for node, other in pairs.items() if _read_constants(node) != _read_constants(other)}
+    differing = set()
+    for node, other in pairs.items():
+        if _read_constants(node) != _read_constants(other):
+            differing.add(node)
+    return differing
 
 
 def _read_constants(node: Node) -> str:

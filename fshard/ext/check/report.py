@@ -1,12 +1,9 @@
 """The report of `fs.check`: problems, each with the line to mend, and the contract of the step."""
 
-import linecache
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch.fx import Node
-
-from fshard.ext._compat import Frame, origin_of
+from fshard.ext._compat import Frame
 
 _ONLY_A_RUN = (
     "only a run can find:",
@@ -17,12 +14,6 @@ _ONLY_A_RUN = (
     "  counts of the items that a loss leaves out, such as ignored labels, if they differ between ranks",
     "  positions of items, where ranks split a sequence, or gather rows of each other",
 )
-
-
-def frames_of(node: Node) -> tuple[Frame, ...]:
-    """Return the lines of the user's program that a node comes from, for the backward those of its forward."""
-    origin = origin_of(node)
-    return origin.forward or origin.frames
 
 
 class StepProblem(NamedTuple):
@@ -49,8 +40,7 @@ class StepProblem(NamedTuple):
         where = "".join(f" {word} {name}" for word, name in (("over", self.axis), ("in", self.path)) if name)
         lines = [f"{self.kind}{where}: {self.text}"]
         for frame in self.frames:
-            line = linecache.getline(frame.file, frame.line).strip()
-            lines.append(f"  {frame.file}:{frame.line} in {frame.function}: {line}")
+            lines.append(f"  {frame.file}:{frame.line} in {frame.function}: {frame.text}")
         return "\n".join(lines)
 
 

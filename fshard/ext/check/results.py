@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from torch.fx import Node
 
-from fshard.ext._compat import origin_of
+from fshard.ext._compat import frames_of, origin_of
 from fshard.ext.check.graphs import is_number, name_of
-from fshard.ext.check.report import StepProblem, frames_of
+from fshard.ext.check.report import StepProblem
 from fshard.ext.check.values import Agreement, ValueTypes, walk_back
 from fshard.extend import Traced, flatten, graph_nodes, unflatten
 
@@ -60,14 +60,13 @@ def find_dropped(results: Sequence[Result]) -> Iterator[StepProblem]:
     for result in results:
         if not result.is_state or result.node.op != "placeholder":
             continue
+        writers = []
         for copy in result.node.users:
-            writers = [user for user in copy.users if copy in graph_nodes.find_write_targets(user)]
-            if writers and name_of(copy) == "clone":
-                text = (
-                    "the step makes a new value of this leaf and returns the old one; put the new one into the state."
-                )
-                yield StepProblem("buffer differs", "", result.path, frames_of(writers[0]), text)
-                break
+            if name_of(copy) == "clone":
+                writers += [user for user in copy.users if copy in graph_nodes.find_write_targets(user)]
+        if writers:
+            text = "the step makes a new value of this leaf and returns the old one; put the new one into the state."
+            yield StepProblem("buffer differs", "", result.path, frames_of(writers[0]), text)
 
 
 def find_differing(results: Sequence[Result], values: ValueTypes) -> Iterator[StepProblem]:

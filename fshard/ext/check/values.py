@@ -1,7 +1,7 @@
 """Types of a step's values over one axis, found from its graph: which agree between ranks, and where they stop."""
 
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -11,9 +11,9 @@ from torch.fx.node import map_arg
 
 import fshard as fs
 from fshard.comm import Collective
-from fshard.ext._compat import origin_of
-from fshard.ext.check.graphs import AxisGraph, Input, name_of, shape_of
-from fshard.ext.check.report import StepProblem, frames_of
+from fshard.ext._compat import frames_of, origin_of
+from fshard.ext.check.graphs import Input, name_of, shape_of
+from fshard.ext.check.report import StepProblem
 from fshard.extend import generators, graph_nodes, walk_graph
 
 # Sums that users ask for. A sum that fshard makes of equal terms is divided by their number.
@@ -58,13 +58,28 @@ class Agreement(IntEnum):
 
 
 @dataclass(eq=False)
-class ValueTypes(AxisGraph):
-    """A walk through a graph in the order of its nodes.
+class ValueTypes:
+    """The types of the values of a graph over one axis, found by a walk in the order of its nodes.
 
     Attributes:
+        nodes: The nodes.
+        axis: The axis.
+        inputs: The arguments of the graph.
+        rank_constants: Nodes whose constants are others on a neighbour.
+        doubled: The nodes of the graph for twice as many ranks; empty if it has other operators.
+        varies: Whether batches differ between the ranks.
+        are_means: Whether all losses that the step differentiates are means over ranks.
         types: The type of each node's result.
         problems: Mistakes in collectives and operators.
     """
+
+    nodes: Sequence[Node]
+    axis: fs.Axis
+    inputs: Mapping[Node, Input]
+    rank_constants: Collection[Node]
+    doubled: Mapping[Node, Node]
+    varies: bool
+    are_means: bool
 
     def __post_init__(self) -> None:
         """Type all nodes."""
@@ -81,6 +96,11 @@ class ValueTypes(AxisGraph):
             self.types[node] = self._visit(node)
             self._follow_sums(node)
             self._follow_writes(node)
+
+    def is_split(self, node: Node) -> bool:
+        """Whether a dim of a value is shorter on twice as many ranks."""
+        there = shape_of(self.doubled.get(node, node))
+        return any(map(operator.lt, there, shape_of(node)))
 
     def type_of(self, node: Node) -> Agreement:
         """Find the type of what a node holds now."""
@@ -126,12 +146,8 @@ class ValueTypes(AxisGraph):
 
     def _follow_writes(self, node: Node) -> None:
         """Note the types of what an operator writes to memory that other nodes show."""
-        targets: list[Any] = graph_nodes.find_write_targets(node)
-        if "batch_norm" in name_of(node):
-            # Its schema denies that it writes to a running mean and variance.
-            targets += filter(None, node.args[3:5])
         count = _count_items(node)
-        for number, target in enumerate(targets):
+        for number, target in enumerate(graph_nodes.find_write_targets(node)):
             written = max(self._list_types(node, number % count)) if count else self.types[node]
             self._written |= dict.fromkeys(self._storages[target], written)
 
@@ -268,8 +284,7 @@ def find_wait_source(node: Node, axis: fs.Axis) -> tuple[Collective | None, Node
         The collective if it is over the axis, alone or with others; its operand; and whether ranks send each other
         rows, which the graph adds up itself.
     """
-    buffer: Any = node.args[0]
-    start, index = buffer.args
+    start, index = graph_nodes.find_start(node)
     tensors, *_, is_direct, axes, _, _, _ = start.args
     collective = graph_nodes.find_collective(start) if axis.name in axes.split("+") else None
     return collective, tensors[index], is_direct

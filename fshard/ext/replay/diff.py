@@ -191,14 +191,9 @@ def _name_operations(operations: Operations, other: Operations) -> dict[Node, Na
         moves = node in operations.collectives or graph_nodes.is_wait(node) or graph_nodes.is_view(node)
         if node.op != "call_function" or moves or is_empty(node):
             continue
-        name = operations.describe(node)
+        name = operations.names[node]
         if are_alike or name.module or origin_of(node).is_users:
             names[node] = name._replace(microbatch=numbers[name.microbatch])
-    totals = Counter(names.values())
-    counts: Counter[Name] = Counter()
-    for node, name in names.items():
-        names[node] = name._replace(number=counts[name], total=totals[name])
-        counts[name] += 1
     return names
 
 

@@ -44,7 +44,8 @@ def run_step(operations: Operations) -> Iterator[tuple[Node, dict[Node, Any], li
         operands.clear()
         results.clear()
         # No name but these may hold a value while the next node runs.
-        operands.update(zip(node.all_input_nodes, map(run.env.__getitem__, prepared_node.all_input_nodes), strict=True))
+        values = map(run.env.__getitem__, prepared_node.all_input_nodes)
+        operands.update(zip(node.all_input_nodes, values, strict=True))
         written = {target: operands[target] for target in graph_nodes.find_write_targets(node)}
         for target in written:
             operands[target] = written[target].clone()

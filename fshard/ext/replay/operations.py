@@ -1,7 +1,7 @@
 """Operations of a step: its graph, words for each that hold in other graphs too, and the report of one of them."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from linecache import getline
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from torch.fx import Node
 import fshard as fs
 from fshard import Axis, Sharded
 from fshard.comm import Collective
-from fshard.ext._compat import Frame, name_operator, noting_origins, origin_of
+from fshard.ext._compat import Frame, frames_of, name_operator, noting_origins, origin_of
 from fshard.extend import (
     Jitted,
     all_gather_object,
@@ -70,9 +70,8 @@ class OperationReport(NamedTuple):
         unit: The units that it belongs to; empty outside of units.
         leaf: For an operation of the backward or the update the path of the nearest result that it goes into. Of three
             or more that are as near, as where a learning rate goes into all leaves, the first one and their number.
-        read: What it read, with ranges. Only of `replay`, as the next two.
+        read: What it read, with ranges, and lines of the program that made it. Only of `replay`, as the next one.
         value: What it made, or what the argument has.
-        before_it: Up to three operations before it, the last one first.
     """
 
     tool: str
@@ -89,7 +88,6 @@ class OperationReport(NamedTuple):
     leaf: str
     read: Sequence[str] = ()
     value: Sequence[str] = ()
-    before_it: Sequence[str] = ()
 
     def __str__(self) -> str:
         """A line for each fact."""
@@ -110,6 +108,7 @@ class Operations:
         program: The graph, whose nodes know their origins, and the function that runs it.
         flat: The step's arguments, taken apart.
         nodes: The nodes in their order.
+        names: Words for each node that other ranks, and other versions of a step, have too.
         leaves: For each input the leaf that it stands for.
         result_paths: The paths of the nodes that are results.
         result_specs: The specs of those that are Sharded.
@@ -145,10 +144,11 @@ class Operations:
         graph = traced.module.graph
         self.nodes: list[Node] = list(graph.nodes)
         self.leaves: dict[Node, Any] = {}
-        self._paths: dict[Node, str] = {}
+        names = {node: _describe(node) for node in self.nodes}
         for node, index in zip(graph_nodes.find_inputs(graph), traced.input_leaves, strict=True):
             self.leaves[node] = self.flat.leaves[index]
-            self._paths[node] = self.flat.paths[index]
+            names[node] = names[node]._replace(operator=self.flat.paths[index])
+        self.names = _number(names)
         results = flatten(unflatten(traced.treedef, graph_nodes.find_results(graph)))
         self.result_paths = {node: path for path, node in results.named_leaves}
         specs = zip(results.leaves, traced.specs, strict=True)
@@ -161,10 +161,6 @@ class Operations:
             if collective is not None:
                 self.identities[node] = f"{len(self.collectives)} {node.args[-2]}"
                 self.collectives[node] = collective
-
-    def name(self, node: Node) -> str:
-        """Name an operator as printed graphs do, or an input by its path."""
-        return self._paths.get(node) or name_operator(node)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, as JSON holds them."""
@@ -190,10 +186,7 @@ class Operations:
             # Numbers of nodes differ between ranks, but they wait for the same buffers in the same order.
             waits = sum(map(graph_nodes.is_wait, self.nodes[: number + 1]))
             report = self.locate(node, verdict=verdict, ranks=tuple(ranks), **details)
-            name = self.describe(node)
-            before = list(map(self.describe, self.nodes[:number]))
-            name = name._replace(number=before.count(name))
-            entry = waits, number, process_rank(), str(name), report
+            entry = waits, number, process_rank(), str(self.names[node]), report
         entries = [entry for entry in self.gather(entry) if entry is not None]
         if not entries:
             return None
@@ -205,13 +198,6 @@ class Operations:
         report = OperationReport(*fields)
         return report._replace(ranks=tuple(report.ranks or alike))
 
-    def describe(self, node: Node) -> Name:
-        """Describe a node in words that other ranks, and other versions of a step, have too."""
-        origin = origin_of(node)
-        frames = origin.forward or origin.frames
-        line = _read_line(frames[0]) if frames else ""
-        return Name(line, origin.module, origin.phase, origin.microbatch, self.name(node))
-
     def locate(self, node: Node, **details: Any) -> OperationReport:
         """Find out where an operation is, for a report with these details."""
         origin = origin_of(node)
@@ -221,7 +207,7 @@ class Operations:
         is_repeated = self.microbatches > 1 and phase not in ("", "update")
         return OperationReport(
             tool=self._tool,
-            operator=self.name(node),
+            operator=self.names[node].operator,
             phase=phase,
             microbatch=f"{origin.microbatch + 1} of {self.microbatches}" if is_repeated else "",
             at=list(map(show_frame, origin.frames)),
@@ -270,7 +256,7 @@ class Operations:
                 yield self.collectives[source]
             elif isinstance(self.leaves.get(source), Sharded):
                 # Nothing is gathered where an axis has one rank.
-                yield from self._list_senders(self._paths[source])
+                yield from self._list_senders(self.names[source].operator)
 
 
 def _trace(tool: str, step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -292,13 +278,22 @@ def _trace(tool: str, step: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
         raise ValueError(f"{tool}: {name} cannot be made one graph, which {tool} runs. {error}") from error
 
 
-def find_start(node: Node) -> tuple[Node | None, int]:
-    """Find the collective that a node waits for, and the index of the buffer; None if it waits for none."""
-    if not graph_nodes.is_wait(node):
-        return None, 0
-    buffer: Any = node.args[0]
-    start, index = buffer.args
-    return start, index
+def _describe(node: Node) -> Name:
+    origin = origin_of(node)
+    frames = frames_of(node)
+    line = frames[0].text if frames else ""
+    return Name(line, origin.module, origin.phase, origin.microbatch, name_operator(node))
+
+
+def _number(names: Mapping[Node, Name]) -> dict[Node, Name]:
+    """Number the operations that have the same name."""
+    totals = Counter(names.values())
+    counts: Counter[Name] = Counter()
+    numbered = {}
+    for node, name in names.items():
+        numbered[node] = name._replace(number=counts[name], total=totals[name])
+        counts[name] += 1
+    return numbered
 
 
 def _only_moves(node: Node) -> bool:
@@ -315,10 +310,6 @@ def _list_sources_of_move(node: Node) -> list[Node]:
     return node.all_input_nodes if is_carried else []
 
 
-def _read_line(frame: Frame) -> str:
-    return getline(frame.file, frame.line).strip()
-
-
 def show_frame(frame: Frame) -> str:
     """Show a line of the user's program."""
-    return f"{Path(frame.file).name}:{frame.line} in {frame.function}: {_read_line(frame)}"
+    return f"{Path(frame.file).name}:{frame.line} in {frame.function}: {frame.text}"

@@ -3,7 +3,6 @@
 import math
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
@@ -13,11 +12,9 @@ from torch.fx.node import map_aggregate
 from fshard import Sharded
 from fshard.ext._compat import Frame, name_operator, origin_of
 from fshard.ext.replay.observed_run import run_step, tensors_in
-from fshard.ext.replay.operations import OperationReport, Operations, find_start, show_frame
+from fshard.ext.replay.operations import OperationReport, Operations, show_frame
 from fshard.extend import calling, describe, expect, flatten, graph_nodes, ranks_of, walk_graph
 
-# So many operations before the maker are shown.
-MAX_BEFORE = 3
 Watch = str | Callable[[torch.Tensor, Node], object]
 # The makers of a refused value, and the waits that brought some, each with the identity of its collective.
 Trace = dict[Node, str]
@@ -114,12 +111,12 @@ def _trace_refusals(
                 trace |= ChainMap(*traces_read)
                 if place:
                     left[place] |= ChainMap(*traces_read)
-        start, _ = find_start(node)
-        if level and start is not None:
+        if level and graph_nodes.is_wait(node):
+            start, _ = graph_nodes.find_start(node)
             trace = {node: operations.identities[start]}
-            facts[node] = _describe(operations, node, level, {}, results)
         elif level > level_read and not _is_legal(operations, node, level, allow):
             trace[node] = ""
+        if node in trace:
             facts[node] = _describe(operations, node, level, operands, results)
         if level:
             for written in (node, *graph_nodes.find_write_targets(node)):
@@ -149,8 +146,8 @@ def _measure(watch: Watch, node: Node, tensors: Sequence[torch.Tensor]) -> int:
 
 def _is_legal(operations: Operations, node: Node, level: int, allow: tuple[str, ...]) -> bool:
     """Whether the program means to make such a value: it wrote an infinity down, or the caller allows it."""
-    lines = [f"{frame.file}:{frame.line}" for frame in _list_frames(node)]
-    if name_operator(node) in allow or any(line.endswith(allow) for line in lines):
+    place = "".join(f"{frame.file}:{frame.line}" for frame in _list_frames(node))
+    if name_operator(node) in allow or place.endswith(allow):
         return True
     if level != INFINITE:
         return False
@@ -171,20 +168,13 @@ def _describe(
 ) -> dict[str, Any]:
     """Describe a node that made refused values, or brought some, while its operands are there."""
     verb = "made" if node.op == "call_function" else "has"
-    return {
-        "verdict": f"{verb} {PROBLEMS[level]}",
-        "read": _list_ranges(operations, operands),
-        "value": _list_ranges(operations, {node: results}),
-        "before_it": _list_before(node),
-    }
-
-
-def _list_ranges(operations: Operations, values: Mapping[Node, Any]) -> list[str]:
-    lines = []
-    for node, value in values.items():
-        for tensor in tensors_in(value):
-            lines.append(f"{operations.name(node)}: {_describe_range(tensor)}")
-    return lines
+    read = []
+    for source, value in operands.items():
+        places = "".join(f", at {show_frame(frame)}" for frame in _list_frames(source))
+        read += [
+            f"{operations.names[source].operator}: {_describe_range(tensor)}{places}" for tensor in tensors_in(value)
+        ]
+    return {"verdict": f"{verb} {PROBLEMS[level]}", "read": read, "value": list(map(_describe_range, results))}
 
 
 def _find_maker(operations: Operations, left: Mapping[str, Trace]) -> Node | None:
@@ -195,12 +185,15 @@ def _find_maker(operations: Operations, left: Mapping[str, Trace]) -> Node | Non
         waited for.
     """
     senders: dict[str, list[str]] = defaultdict(list)
-    for senders_of_rank in operations.gather({place: list(trace.values()) for place, trace in left.items()}):
+    senders_here = {place: list(trace.values()) for place, trace in left.items()}
+    for senders_of_rank in operations.gather(senders_here):
         for place, identities in senders_of_rank.items():
             senders[place] += identities
     makers = []
     for place in walk_graph([RESULTS], lambda place: senders.get(place, ())):
-        makers += [node for node, sender in left.get(place, {}).items() if sender not in senders]
+        for node, sender in left.get(place, {}).items():
+            if sender not in senders:
+                makers.append(node)
     return min(makers, key=operations.nodes.index, default=None)
 
 
@@ -208,16 +201,6 @@ def _list_frames(node: Node) -> list[Frame]:
     """List the innermost line of the program that ran a node, if any did."""
     origin = origin_of(node)
     return [*origin.frames, *origin.forward][:1]
-
-
-def _list_before(node: Node) -> list[str]:
-    """List operations whose results led to a node, the nearest first; views are left out."""
-    sources = walk_graph(reversed(node.all_input_nodes), lambda reached: reversed(reached.all_input_nodes))
-    computed = (other for other in sources if other.op == "call_function" and not graph_nodes.is_view(other))
-    lines = []
-    for other in islice(computed, MAX_BEFORE):
-        lines.append(" at ".join([name_operator(other), *map(show_frame, _list_frames(other))]))
-    return lines
 
 
 def measure_nonfinite(tensor: torch.Tensor) -> int:
@@ -248,7 +231,8 @@ def _describe_range(tensor: torch.Tensor) -> str:
     finite = numbers[numbers.isfinite()]
     if finite.numel():
         text += f", {finite.min():.3g} to {finite.max():.3g}"
-    for word, is_of_kind in {"NaN": numbers.isnan(), "infinite": numbers.isinf()}.items():
+    kinds = {"NaN": numbers.isnan(), "infinite": numbers.isinf()}
+    for word, is_of_kind in kinds.items():
         if is_of_kind.any():
             text += f", {is_of_kind.sum()} {word}"
     return text

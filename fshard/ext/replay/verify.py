@@ -1,7 +1,6 @@
 """verify: runs a step twice, and names the operation that disagrees with itself or between ranks."""
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import mode
 from typing import Any
@@ -12,7 +11,7 @@ from torch.fx.node import map_arg
 
 from fshard import Sharded, Spec, TrainState, comm
 from fshard.ext.replay.observed_run import draws, run_step, tensors_in
-from fshard.ext.replay.operations import OperationReport, Operations, find_start
+from fshard.ext.replay.operations import OperationReport, Operations
 from fshard.extend import calling, flatten, graph_nodes, hash_of, name_ranks, process_rank
 
 # Where an operator that starts a collective says whether ranks send each other rows, counted from its last argument.
@@ -65,19 +64,18 @@ def verify(step: Callable[..., Any], *args: Any) -> OperationReport | None:
 
 def _compare_ranks(operations: Operations, claims: Sequence[tuple[Node, str, str]]) -> OperationReport | None:
     """Report the first result on which ranks must agree and do not."""
-    claims_by_rank = operations.gather([process_rank(), {cause: shared for _, cause, shared in claims}])
+    shared_of_cause = {cause: shared for _, cause, shared in claims}
+    claims_by_rank = operations.gather([process_rank(), shared_of_cause])
     for node, cause, _ in claims:
-        votes = {}
-        for rank, results in claims_by_rank:
-            if cause in results:
-                votes[rank] = results[cause]
+        votes = {rank: results[cause] for rank, results in claims_by_rank if cause in results}
         common = mode(votes.values())
-        right = [rank for rank in votes if votes[rank] == common]
-        wrong = [rank for rank in votes if votes[rank] != common]
-        if len(right) > len(wrong) > 0:
+        wrong = [rank for rank, vote in votes.items() if vote != common]
+        if not wrong:
+            continue
+        right = sorted(votes.keys() - wrong)
+        if len(right) > len(wrong):
             return operations.report_first(node, f"did not give the bits of {name_ranks(right)}", wrong)
-        if wrong:
-            return operations.report_first(node, "gave different bits, and nothing tells which are right,", list(votes))
+        return operations.report_first(node, "gave different bits, and nothing tells which are right,", list(votes))
     return operations.report_first(None)
 
 
@@ -96,31 +94,35 @@ def _digest_step(
     """
     digests: dict[Node, str] = {}
     claims: list[tuple[Node, str, str]] = []
-    counts = Counter[str]()
     # For sums over ranks that a graph adds up itself digests of the rows that this rank sends.
     rows: dict[Node, list[str]] = {}
+
+    def claim(node: Node, cause: str, shared: str) -> None:
+        claims.append((node, _hash(cause), _hash(shared)))
+
     for node, operands, results in run_step(operations):
         collective = operations.collectives.get(node)
         if collective is not None and collective.op == "all_reduce" and node.args[_DIRECT]:
             rows[node] = list(map(hash_of, operands.values()))
-        for source, spec in operations.result_specs.items() if node.op == "output" else ():
-            claim = f"{operations.result_paths[source]} {_find_place(operations, spec)}"
-            claims.append((source, _hash(claim), _hash(_digest([operands[source]]))))
+        if node.op == "output":
+            for source, spec in operations.result_specs.items():
+                place = _find_place(operations, spec)
+                claim(source, f"{operations.result_paths[source]} {place}", _digest([operands[source]]))
         if not results or graph_nodes.is_view(node):
             continue
-        digests[node] = shared = _digest(results)
-        start, index = find_start(node)
-        if start in rows:
-            # The buffer lacks the rank's own row, and so ranks have the same rows in other orders.
-            shared = str(sorted([rows[start][index], *map(hash_of, results[0])]))
+        shared = _digest(results)
+        digests[node] = shared
+        if graph_nodes.is_wait(node):
+            start, index = graph_nodes.find_start(node)
+            if start in rows:
+                # The buffer lacks the rank's own row, and so ranks have the same rows in other orders.
+                rows_of_ranks = [rows[start][index], *map(hash_of, results[0])]
+                shared = str(sorted(rows_of_ranks))
         cause = _find_cause(operations, node, operands)
         if cause is None and id(operations.leaves.get(node, node)) in state_leaves:
             cause = ""
         if cause is not None:
-            claim = f"{operations.describe(node)} {cause}"
-            # One line may do the same with equal operands several times, and a collective may bring several buffers.
-            counts[claim] += 1
-            claims.append((node, _hash(f"{claim} {counts[claim]}"), _hash(shared)))
+            claim(node, f"{operations.names[node]} {cause}", shared)
     return digests, claims
 
 
@@ -129,17 +131,17 @@ def _find_cause(operations: Operations, node: Node, operands: Mapping[Node, Any]
     leaf = operations.leaves.get(node)
     if isinstance(leaf, Sharded):
         return _find_place(operations, leaf.spec)
-    start, _ = find_start(node)
-    if start is not None:
-        if operations.collectives[start].op in ("all_gather", "all_reduce"):
-            return operations.identities[start]
-        return None
+    if graph_nodes.is_wait(node):
+        start, _ = graph_nodes.find_start(node)
+        has_equal_results = operations.collectives[start].op in ("all_gather", "all_reduce")
+        return operations.identities[start] if has_equal_results else None
     if node.op != "call_function" or draws(node):
         return None
-    digests = {}
-    for source, value in operands.items():
-        digests[source] = _digest(tensors_in(value))
-    arguments: Any = map_arg([*node.args, node.kwargs], digests.__getitem__)
+
+    def digest(source: Node) -> Any:
+        return _digest(tensors_in(operands[source]))
+
+    arguments: Any = map_arg([*node.args, node.kwargs], digest)
     if node.target in _ADDITIONS:
         # Each rank adds its own row to the others, so that the two operands may be in either order.
         return sorted(map(str, arguments))
