@@ -366,6 +366,13 @@ def frames_of(node: torch.fx.Node) -> tuple[Frame, ...]:
     return origin.forward or origin.frames
 
 
+def find_start(wait: torch.fx.Node) -> tuple[Any, int]:
+    """Find the operator that starts what a node waits for, and which of its buffers that is."""
+    buffer: Any = wait.args[0]
+    start, index = buffer.args
+    return start, index
+
+
 def noting_origins() -> AbstractContextManager[None]:
     """Let traces note in `node.meta["origin"]` the `Origin` of each node, inside a context.
 

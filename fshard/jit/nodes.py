@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 from fshard import _compat, comm, random
 from fshard.comm import ops
 
-__all__ = ["find_collective", "find_inputs", "find_last_uses", "find_results", "find_start", "find_storages"]
+__all__ = ["find_collective", "find_inputs", "find_last_uses", "find_results", "find_storages"]
 __all__ += ["find_values", "find_write_targets", "is_impure", "is_random", "is_view", "is_wait"]
 
 # Bytes of storages by their names.
@@ -101,13 +101,6 @@ def is_impure(node: Node) -> bool:
 def is_wait(node: Node) -> bool:
     """Whether a node waits for a buffer of a collective."""
     return node.target in (_compat.WAIT_TENSOR, ops.wait)
-
-
-def find_start(wait: Node) -> tuple[Any, int]:
-    """Find the operator that starts what a node waits for, and which of its buffers that is."""
-    buffer: Any = wait.args[0]
-    start, index = buffer.args
-    return start, index
 
 
 def find_storages(nodes: Iterable[Node]) -> dict[Node, Storages]:

@@ -1,7 +1,6 @@
 """What a step returns: leaves, buffers and metrics on which ranks have to agree, and where they stopped to agree."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch.fx import Node
@@ -12,16 +11,17 @@ from fshard.ext.check.report import StepProblem
 from fshard.ext.check.values import Agreement, ValueTypes, walk_back
 from fshard.extend import Traced, flatten, graph_nodes, unflatten
 
-_TEXTS: Mapping[str, str] = MappingProxyType(
-    {
-        "missing sum": (
-            "this leaf is computed of a gradient, or of another value, that ranks have not reduced; use "
-            "fs.value_and_grad, fs.scatter_grads, or a sum such as fs.psum_invariant."
-        ),
-        "buffer differs": "ranks put different values into the state; use fs.pmean, or fs.sync_buffers.",
-        "local metric": "each rank returns a number of its own batch; return fs.pmean of it.",
-        "rank's own number": "the rank's coordinate makes a value differ on which ranks have to agree; leave it out.",
-    }
+# Kinds of problems with a result, and what is wrong.
+_NOT_REDUCED = (
+    "missing sum",
+    "this leaf is computed of a gradient, or of another value, that ranks have not reduced; use fs.value_and_grad, "
+    "fs.scatter_grads, or a sum such as fs.psum_invariant.",
+)
+_OTHER_BUFFER = "buffer differs", "ranks put different values into the state; use fs.pmean, or fs.sync_buffers."
+_LOCAL_METRIC = "local metric", "each rank returns a number of its own batch; return fs.pmean of it."
+_NUMBERED = (
+    "rank's own number",
+    "the rank's coordinate makes a value differ on which ranks have to agree; leave it out.",
 )
 
 
@@ -75,11 +75,11 @@ def find_differing(results: Sequence[Result], values: ValueTypes) -> Iterator[St
     # Where ranks share a batch, or terms of a sum are refused, terms that are returned are no problem of their own.
     are_terms_known = not values.varies or any(each.kind == "missing sum" for each in values.problems)
     for result in results:
-        kind = "buffer differs" if result.is_state else "local metric"
+        problem = _OTHER_BUFFER if result.is_state else _LOCAL_METRIC
         is_compared = result.is_state or is_number(result.node)
         may_be_part = False
         if result.spec is not None:
-            kind = "missing sum"
+            problem = _NOT_REDUCED
             role = result.spec.roles.get(axis)
             is_compared = role != "owned"
             may_be_part = role == "gathered"
@@ -87,9 +87,9 @@ def find_differing(results: Sequence[Result], values: ValueTypes) -> Iterator[St
         is_part = agreement is Agreement.SHARD or (agreement is Agreement.TERM and not are_terms_known)
         differs = agreement >= Agreement.VARYING or (is_part and not may_be_part)
         if is_compared and differs:
-            kind = "rank's own number" if agreement is Agreement.NUMBERED else kind
+            kind, text = _NUMBERED if agreement is Agreement.NUMBERED else problem
             frames = frames_of(_find_source(result.node, values))
-            yield StepProblem(kind, axis.name, result.path, frames, _TEXTS[kind])
+            yield StepProblem(kind, axis.name, result.path, frames, text)
 
 
 def _find_source(result: Node, values: ValueTypes) -> Node:

@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 
 import fshard as fs
 from fshard.comm import Collective
-from fshard.ext._compat import frames_of, origin_of
+from fshard.ext._compat import find_start, frames_of, origin_of
 from fshard.ext.check.graphs import Input, name_of, shape_of
 from fshard.ext.check.report import StepProblem
 from fshard.extend import generators, graph_nodes, walk_graph
@@ -284,7 +284,7 @@ def find_wait_source(node: Node, axis: fs.Axis) -> tuple[Collective | None, Node
         The collective if it is over the axis, alone or with others; its operand; and whether ranks send each other
         rows, which the graph adds up itself.
     """
-    start, index = graph_nodes.find_start(node)
+    start, index = find_start(node)
     tensors, *_, is_direct, axes, _, _, _ = start.args
     collective = graph_nodes.find_collective(start) if axis.name in axes.split("+") else None
     return collective, tensors[index], is_direct

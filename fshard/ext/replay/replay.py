@@ -10,7 +10,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from fshard import Sharded
-from fshard.ext._compat import Frame, name_operator, origin_of
+from fshard.ext._compat import Frame, find_start, name_operator, origin_of
 from fshard.ext.replay.observed_run import run_step, tensors_in
 from fshard.ext.replay.operations import OperationReport, Operations, show_frame
 from fshard.extend import calling, describe, expect, flatten, graph_nodes, ranks_of, walk_graph
@@ -112,7 +112,7 @@ def _trace_refusals(
                 if place:
                     left[place] |= ChainMap(*traces_read)
         if level and graph_nodes.is_wait(node):
-            start, _ = graph_nodes.find_start(node)
+            start, _ = find_start(node)
             trace = {node: operations.identities[start]}
         elif level > level_read and not _is_legal(operations, node, level, allow):
             trace[node] = ""

@@ -10,6 +10,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fshard import Sharded, Spec, TrainState, comm
+from fshard.ext._compat import find_start
 from fshard.ext.replay.observed_run import draws, run_step, tensors_in
 from fshard.ext.replay.operations import OperationReport, Operations
 from fshard.extend import calling, flatten, graph_nodes, hash_of, name_ranks, process_rank
@@ -75,7 +76,8 @@ def _compare_ranks(operations: Operations, claims: Sequence[tuple[Node, str, str
         right = sorted(votes.keys() - wrong)
         if len(right) > len(wrong):
             return operations.report_first(node, f"did not give the bits of {name_ranks(right)}", wrong)
-        return operations.report_first(node, "gave different bits, and nothing tells which are right,", list(votes))
+        verdict = "gave different bits, and nothing tells which are right,"
+        return operations.report_first(node, verdict, list(votes))
     return operations.report_first(None)
 
 
@@ -113,7 +115,7 @@ def _digest_step(
         shared = _digest(results)
         digests[node] = shared
         if graph_nodes.is_wait(node):
-            start, index = graph_nodes.find_start(node)
+            start, index = find_start(node)
             if start in rows:
                 # The buffer lacks the rank's own row, and so ranks have the same rows in other orders.
                 rows_of_ranks = [rows[start][index], *map(hash_of, results[0])]
@@ -132,7 +134,7 @@ def _find_cause(operations: Operations, node: Node, operands: Mapping[Node, Any]
     if isinstance(leaf, Sharded):
         return _find_place(operations, leaf.spec)
     if graph_nodes.is_wait(node):
-        start, _ = graph_nodes.find_start(node)
+        start, _ = find_start(node)
         has_equal_results = operations.collectives[start].op in ("all_gather", "all_reduce")
         return operations.identities[start] if has_equal_results else None
     if node.op != "call_function" or draws(node):
@@ -159,7 +161,8 @@ def _find_place(operations: Operations, spec: Spec) -> list[int]:
 
 def _digest(tensors: Sequence[torch.Tensor]) -> str:
     dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
-    return " ".join(f"{hash_of(tensor)} {tensor.dtype} {tensor.shape} {tensor.stride()}" for tensor in dense)
+    texts = (f"{hash_of(tensor)} {tensor.dtype} {tensor.shape} {tensor.stride()}" for tensor in dense)
+    return " ".join(texts)
 
 
 def _hash(text: str) -> str:

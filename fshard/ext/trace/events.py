@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 import fshard as fs
 
-# At most so many leaves of a collective are named.
-MAX_LEAVES = 6
 # The name of an axis, and the ranks on it that communicate.
 Group = tuple[str, tuple[int, ...]]
 # The time between the last gradients of a step and the begin of the next one.
@@ -36,11 +34,6 @@ class Event:
     begin: int
     issued: int = 0
     waits: list[tuple[int, int]] = field(default_factory=list)
-
-    @property
-    def leaves(self) -> str:
-        """The paths of its first leaves, as text."""
-        return ", ".join(self.collective.about.leaves[:MAX_LEAVES])
 
     @property
     def end(self) -> int:

@@ -21,6 +21,8 @@ RANK_COLUMNS = ("computing", "starting", "waiting", "for late ranks", "came last
 UNIT_COLUMNS = (
     *("collectives", "sent", "computing (mean)", "slowest rank", "waiting (mean)", "held up by", "for (sum)"),
 )
+# At most so many leaves of a collective are named.
+MAX_LEAVES = 6
 # The thread of a rank's process in Perfetto.
 MAIN = 0
 
@@ -275,7 +277,7 @@ def _list_facts(event: Event) -> dict[str, Any]:
     collective = event.collective
     return {
         "unit": collective.unit,
-        "leaves": event.leaves,
+        "leaves": ", ".join(collective.about.leaves[:MAX_LEAVES]),
         "axis": collective.axis,
         "operator": collective.op,
         "bytes": collective.sent,

@@ -26,7 +26,7 @@ def check_events(timeline):
         assert times == sorted(times)
         assert timeline.begin <= event.begin <= event.end <= timeline.end
         assert event.members == (0, 1)
-    assert any("weight" in event.leaves for event in timeline.events)
+    assert any("weight" in str(event.collective.about.leaves) for event in timeline.events)
 
 
 def check_row(row, timeline):
