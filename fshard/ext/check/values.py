@@ -166,10 +166,11 @@ class ValueTypes:
             return
         # The mean of squares may be that of the deviations of ranks from their mean.
         bends = name in _NONLINEAR and 2 not in node.args
-        is_product = (name == "mul" and len({*sources}) > 1) or (name == "div" and node.args[1] in sources)
+        is_product = name == "mul" and len({*sources}) > 1
+        is_quotient = name == "div" and node.args[1] in sources
         # What is added to other numbers of the batch is a term of a loss, of which the mean over ranks is meant.
         keeps = len(sources) == 1 and (name in _LINEAR or _shows_values(node))
-        if bends or is_product or (keeps and sources[0] in self._nonlinear):
+        if bends or is_product or is_quotient or (keeps and sources[0] in self._nonlinear):
             self._nonlinear.add(node)
 
     def _report(self, kind: str, node: Node, text: str) -> None:
