@@ -1,6 +1,6 @@
 """Operators whose results torch lays out otherwise on tensors without values, checked on 2.13."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
@@ -27,23 +27,23 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
 
     A wrong layout makes views that the kernels' results do not allow. Checked on 2.13.
     """
-    replacements: dict[Any, Callable[..., Any]] = dict.fromkeys(RESHAPES, _view)
-    for operator in _FIRST_DECIDES:
-        replacements[operator.default] = partial(_run_with_layout, operator)
-    return MappingProxyType(replacements)
+    return MappingProxyType({operator.default: partial(_run_with_layout, operator) for operator in _FIRST_DECIDES})
 
 
-def _view(x: torch.Tensor, size: Sequence[int]) -> Any:
-    """View as the kernel does, which gives dims of size 1 other strides than the form without values."""
-    has_symbols = any(isinstance(number, torch.SymInt) for number in (*x.shape, *x.stride(), *size))
-    if 1 not in x.shape or has_symbols:
-        return NotImplemented
+def correct_strides(x: torch.Tensor, *views: torch.Tensor) -> None:
+    """Give reshaped tensors without values the strides that the kernel gives to dims of size 1. Checked on 2.13.
+
+    They change in place: an operator that states strides would read other elements where a kernel has laid out `x`
+    otherwise than a trace knows.
+    """
+    shape = views[0].shape
+    if 1 not in x.shape or any(isinstance(number, torch.SymInt) for number in (*x.shape, *x.stride(), *shape)):
+        return
     with _disable_current_modes():
-        view = x.view(size)
-        kernel_view = torch.empty_strided(x.shape, x.stride(), device="meta").view(size)
-    if view.stride() == kernel_view.stride():
-        return NotImplemented
-    return x.as_strided(view.shape, kernel_view.stride())
+        strides = torch.empty_strided(x.shape, x.stride(), device="meta").view(shape).stride()
+        for view in views:
+            if view.stride() != strides:
+                view.as_strided_(shape, strides)
 
 
 def _run_with_layout(operator: Any, a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

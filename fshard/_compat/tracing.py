@@ -19,7 +19,7 @@ from torch.utils._device import DeviceContext
 
 from fshard._compat.autograd import frames_of
 from fshard._compat.fake import is_fake
-from fshard._compat.layouts import decompositions
+from fshard._compat.layouts import RESHAPES, correct_strides, decompositions
 
 # Checked on 2.13.
 WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
@@ -29,7 +29,7 @@ _WITH_FUNCTIONS = (
     *("bmm.default", "cat.default", "clone.default", "copy_.default", "embedding.default", "gelu.default"),
     *("mm.default", "mul.Tensor", "native_layer_norm.default", "permute.default", "relu.default"),
     *("split_with_sizes.default", "stack.default", "sum.dim_IntList", "t.default", "tanh.default", "transpose.int"),
-    *("unbind.int", "view.default"),
+    "unbind.int",
 )
 # Operators that tell a trace in which range a symbol is.
 _RANGES_OF_SYMBOLS = (torch.ops.aten.sym_constrain_range, torch.ops.aten.sym_constrain_range_for_size)
@@ -54,6 +54,9 @@ def _lstm_layer(*args: Any) -> Any:
 _PYTHON_FUNCTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
         torch.ops.aten.mkldnn_rnn_layer.default: _lstm_layer,
+        # Some kernels lay their results out otherwise than a trace knows, and no view of the traced shape fits these.
+        # The eager program called reshape, which copies them.
+        torch.ops.aten.view.default: torch.Tensor.reshape,
         **{attrgetter(name)(torch.ops.aten): _function_of(name.partition(".")[0]) for name in _WITH_FUNCTIONS},
     }
 )
@@ -213,11 +216,13 @@ def make_graph_of(
     def noted(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
         if torch.Tag.data_dependent_output in func.tags:
             read.extend(given for given in args if isinstance(given, torch.Tensor) and not is_fake(given))
-        if observe is None:
-            return call(mode, func, pre_dispatch, args, kwargs)
         last = next(iter(reversed(mode.tracer.graph.nodes)), None)
-        result = call(mode, func, pre_dispatch, args, kwargs)
-        observe(itertools.takewhile(lambda node: node is not last, reversed(mode.tracer.graph.nodes)))
+        result: Any = call(mode, func, pre_dispatch, args, kwargs)
+        nodes = list(itertools.takewhile(lambda node: node is not last, reversed(mode.tracer.graph.nodes)))
+        if nodes and func in RESHAPES:
+            correct_strides(args[0], result, nodes[0].meta["val"])
+        if observe is not None:
+            observe(nodes)
         return result
 
     # Else torch's selective checkpoints leave what they drop to a compiler, and keep all. 2.11 has no such context.

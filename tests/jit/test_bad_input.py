@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
 
 import fshard as fs
 from tests.jit.steps import refused
@@ -416,6 +417,50 @@ def test_operators_that_torch_lays_out_otherwise_on_tensors_without_values():
         return [f(*pair).reshape(18, 4) for f in BACKWARDS for pair in ((a, b), (b, a), (b, b))]
 
     assert_same_bits(fs.jit(run)(a, b), run(a, b))
+
+
+LAID_OUT_OTHERWISE = {
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "log_softmax": lambda x: F.log_softmax(x, 1),
+    "logsigmoid": F.logsigmoid,
+    "pow": lambda x: 2.0**x,
+}
+
+
+@pytest.mark.parametrize("name", LAID_OUT_OTHERWISE)
+def test_results_in_layouts_that_a_trace_does_not_know_are_reshaped_as_in_an_eager_call(name):
+    """A view would fail, and at dims of size 1 strides that the graph states would read other elements."""
+    f = LAID_OUT_OTHERWISE[name]
+
+    def joined(x):
+        return f(x.reshape(2, 4, 6).mT).mT.reshape(8, 6)
+
+    def run(x):
+        gradient = torch.func.grad(lambda x: joined(x * 2).square().sum())(x)
+        ones = f(x.reshape(1, 1, 8, 6)[..., :4].permute(1, 3, 2, 0)).permute(3, 0, 2, 1).reshape(1, 4, 8)
+        return [joined(x), gradient, ones + 0]
+
+    x = normal()(8, 6)
+    assert_same_bits(fs.jit(run)(x), run(x))
+
+
+def test_reshaped_tensors_of_a_trace_have_the_strides_of_the_kernel_at_dims_of_size_1():
+    """Kernels of products are chosen by them, and round differently."""
+    strides = []
+
+    def run(x):
+        # A slice of one column has a dim of size 1 that steps by 1.
+        viewed = x.as_strided((3, 1, 5), (5, 1, 1)).view(3, 1, 5)
+        strides.append(viewed.stride())
+        return viewed.as_strided((3, 5), viewed.stride()[::2]) + 0
+
+    x = normal()(15)
+    assert_same_bits(fs.jit(run)(x), run(x))
+    # In the graph too, where a view that seems to change nothing would be left out.
+    graph = fs.make_graph(run)(x).module.graph
+    (node,) = graph.find_nodes(op="call_function", target=aten.view.default)
+    assert [*strides, node.meta["val"].stride()] == [(5, 5, 1)] * 4
 
 
 def test_torch_compile_of_a_step_is_refused_and_one_that_calls_a_compiled_loss_is_right():
