@@ -446,6 +446,9 @@ def _store_of_launcher(limit: timedelta) -> tuple[_compat.StoreClient, int, int]
     size = 1 if "WORLD_SIZE" in os.environ else -1
     meets = dist.rendezvous("env://", world_size=size, timeout=limit)  # type: ignore[attr-defined]
     rank = process_rank()
+    ranks = int(os.environ.get("WORLD_SIZE", rank + 1))
+    # Such a rank would wait for a store that others may not have, or take part in the start of other ranks.
+    expect(0 <= rank < ranks, "init_mesh", f"RANK to be one of 0 to {ranks - 1}, as WORLD_SIZE is {ranks}", f"{rank}")
     is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     has_one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
 
@@ -466,7 +469,7 @@ def _store_of_launcher(limit: timedelta) -> tuple[_compat.StoreClient, int, int]
     # The same is true of a start that has failed, after which ranks call init_mesh again.
     start = prefixed.add(f"starts of {rank}", 1)
     client.store = dist.PrefixStore(f"start {start}", prefixed)  # type: ignore[attr-defined]
-    return client, rank, int(os.environ["WORLD_SIZE"])
+    return client, rank, ranks
 
 
 def _find_store_of_start(launcher_store: Any, rank: int, limit: timedelta) -> Any:

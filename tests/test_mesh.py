@@ -3,6 +3,7 @@
 import gc
 import itertools
 import json
+import os
 import resource
 import weakref
 from datetime import timedelta
@@ -270,6 +271,23 @@ def test_a_foreign_mesh_is_refused_at_once(tmp_path):
             lambda: checkpoint.Manager(tmp_path, mesh=mesh),
         ]
     )
+
+
+def make_meshes_of_wrong_ranks():
+    """Print what a process says that a launcher numbers beyond the ranks that there are."""
+    for rank in ("1", "-1"):
+        os.environ["RANK"] = rank
+        try:
+            fs.init_mesh({"shard": -1}, device="cpu", timeout=1)
+        except ValueError as error:
+            print(error)
+
+
+def test_a_rank_beyond_those_that_there_are_is_refused_at_once():
+    """It would take part in the start of the others, or wait for a store."""
+    (process,) = run_on_ranks(1, make_meshes_of_wrong_ranks)
+    expected = "init_mesh: expected RANK to be one of 0 to 0, as WORLD_SIZE is 1, got {}\n"
+    assert process.output == expected.format(1) + expected.format(-1)
 
 
 def page_faults():
