@@ -365,13 +365,8 @@ def _check_module(module: Any) -> None:
             )
     hooks = []
     for name, tensor in (*_compat.named_parameters(module), *_compat.named_buffers(module)):
-        expect(
-            not nn.parameter.is_lazy(tensor),
-            "functionalize",
-            f"{name!r} to have a shape",
-            "a tensor that a lazy module makes later",
-            "call the module once on a batch, which makes its tensors",
-        )
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(f"functionalize: {name!r} has no shape yet. Call the module once on a batch, to make it.")
         if hasattr(tensor, "full_tensor"):
             raise ValueError(
                 f"functionalize: {name!r} is a DTensor, as fully_shard makes it. Pass the module as it was before. "
@@ -449,7 +444,7 @@ def _check_shapes(flat: Flat, parameters: Sequence[torch.Tensor]) -> None:
     """Refuse parameters of other shapes than the module's."""
 
     def misfit(leaf: Any, parameter: torch.Tensor) -> tuple[str, str] | None:
-        shape = getattr(leaf.spec if is_sharded(leaf) else leaf, "shape", ())
+        shape = getattr(leaf, "shape", ())
         # A transform of the user's may gather another shape, as of weights that are stored as blocks of bytes.
         if shape == parameter.shape or (is_sharded(leaf) and foreign_names(leaf.spec.transform)):
             return None

@@ -17,7 +17,7 @@ from fshard.transforms import LayoutError, ShardTransform
 from fshard.transforms.axis import _FullyShard
 from fshard.transforms.compose import masks, resolve_masks
 from fshard.transforms.structure import layout_axes
-from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, grouped, is_sharded, storage_device
+from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, grouped, is_sharded, map_leaves, storage_device
 from fshard.tree.checks import (
     check_local,
     check_matches,
@@ -70,16 +70,18 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = N
     entries = {"(structure)": describe_node_types(flat.treedef)}
     specs: list[Spec | None] = []
     for path, name, leaf, is_chosen in zip(flat.paths, flat.names, flat.leaves, chosen, strict=True):
-        misfit = None if leaf is None else unfit(leaf)
-        if leaf is not None and misfit is None and _is_misplaced(leaf, transform):
+        if leaf is None:
+            entries[path] = "None"
+            specs.append(None)
+            continue
+        misfit = unfit(leaf)
+        if misfit is None and _is_misplaced(leaf, transform):
             misfit = f"one on {leaf.device}", "a tensor on the CPU, as the mesh is"
             remedy = (
                 f'make the mesh with fs.init_mesh(shape, device="{leaf.device.type}"), or move the tensors to the CPU'
             )
         spec = None
-        if leaf is None:
-            entries[path] = "None"
-        elif misfit is not None:
+        if misfit is not None:
             layouts.problems.append(Problem(path, *misfit))
             entries[path] = misfit[0]
         else:
@@ -123,10 +125,7 @@ def unshard(tree: Tree) -> Tree:
     _refuse_derivatives("unshard", flat, LOOK)
     comm.check_same_call("unshard", _split_over(flat), flat)
     full = iter(unsharded(flat.sharded))
-    leaves = []
-    for leaf in flat.leaves:
-        leaves.append(next(full) if is_sharded(leaf) else leaf)
-    return flat.unflatten(leaves)
+    return map_leaves(lambda leaf: next(full) if is_sharded(leaf) else leaf, tree)
 
 
 def _refuse_derivatives(api_name: str, flat: Flat, remedy: str) -> None:
@@ -137,8 +136,9 @@ def _refuse_derivatives(api_name: str, flat: Flat, remedy: str) -> None:
             return None
         if any(map(_compat.is_mapped, _compat.levels(leaf.local))):
             return "is mapped by torch.vmap here"
-        is_lost = _compat.is_differentiated(leaf.local) or _compat.any_dual([leaf.local])
-        return "is differentiated here" if is_lost else None
+        if _compat.is_differentiated(leaf.local) or _compat.any_dual([leaf.local]):
+            return "is differentiated here"
+        return None
 
     refuse(f"{api_name}: the result takes no gradient and no vmap", flat.problems(misfit), remedy)
 
@@ -208,10 +208,7 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None
     comm.check_same_call("reshard", _split_over(flat), flat, transform=transform)
     leaves = []
     for leaf, new_spec in zip(flat.leaves, specs, strict=True):
-        moved = leaf
-        if new_spec is not None:
-            moved = stored(_move(leaf, new_spec), new_spec)
-        leaves.append(moved)
+        leaves.append(leaf if new_spec is None else stored(_move(leaf, new_spec), new_spec))
     return flat.unflatten(leaves)
 
 
@@ -333,9 +330,7 @@ def mesh_device(transform: ShardTransform) -> str | None:
 
 def _is_misplaced(leaf: torch.Tensor, transform: ShardTransform) -> bool:
     """Tell whether a leaf of an accelerator would have to be moved to the processor."""
-    if transform.storage is not None or leaf.device.type == "cpu":
-        return False
-    return mesh_device(transform) == "cpu"
+    return transform.storage is None and leaf.device.type != "cpu" and mesh_device(transform) == "cpu"
 
 
 def _find_mean_dims(spec: Spec, parameter: Spec | None) -> list[int]:

@@ -344,8 +344,7 @@ TEXTS = [
     *(
         (
             partial(fs.functionalize, nn.Sequential(lazy)),
-            f"functionalize: expected '0.{name}' to have a shape, got a tensor that a lazy module makes later; call "
-            "the module once on a batch, which makes its tensors",
+            f"functionalize: '0.{name}' has no shape yet. Call the module once on a batch, to make it.",
         )
         for lazy, name in ((nn.LazyLinear(3), "weight"), (nn.LazyBatchNorm1d(affine=False), "running_mean"))
     ),

@@ -86,11 +86,6 @@ def is_tensor(leaf: Any) -> bool:
     return is_sharded(leaf) or isinstance(leaf, torch.Tensor)
 
 
-def shape_of(leaf: Any) -> tuple[int, ...]:
-    """The global shape of a leaf or an entry."""
-    return leaf.spec.shape if is_sharded(leaf) else tuple(leaf.shape)
-
-
 def local_box(leaf: Any) -> LocalBox:
     """Return the box of a leaf that this rank holds, perhaps empty; its tensor is a view without padding."""
     if not is_sharded(leaf):

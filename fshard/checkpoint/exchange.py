@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 import torch
 
 from fshard import _compat, comm
-from fshard.checkpoint.boxes import Box, Entry, is_tensor, local_box, shape_of
+from fshard.checkpoint.boxes import Box, Entry, is_tensor, local_box
 from fshard.checkpoint.errors import CheckpointError, describe_failure
 from fshard.checkpoint.files import bytes_of, digest, name_of
 from fshard.errors import Problem, describe_error, expect, refuse
 from fshard.mesh import Mesh, ranks_of
 from fshard.shard import hash_of, padded, pin_leaf, without_padding
-from fshard.tree import Axis, Flat, Sharded, Tree, device_of, flatten, is_sharded, tensor_of
+from fshard.tree import Axis, Flat, Sharded, Tree, device_of, flatten, is_sharded
 from fshard.tree.checks import check_local, describe
 
 # Leaves by their names or paths.
@@ -256,7 +256,7 @@ def describe_leaf(leaf: Any) -> str:
     """Describe a leaf or an entry for an error: its dtype and global shape, or what else it is."""
     if not is_tensor(leaf) and not isinstance(leaf, Entry):
         return describe(leaf)
-    return f"{name_of(tensor_of(leaf).dtype)}{list(shape_of(leaf))}"
+    return f"{name_of(leaf.dtype)}{list(leaf.shape)}"
 
 
 def _list_misfits(leaves: Leaves, entries: Mapping[str, Sequence[Any]]) -> list[Problem]:

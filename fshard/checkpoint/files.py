@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +36,7 @@ _DTYPE_NAMES = """
     bool BOOL  uint8 U8  int8 I8  uint16 U16  int16 I16  uint32 U32  int32 I32  uint64 U64  int64 I64
     float8_e4m3fn F8_E4M3  float8_e5m2 F8_E5M2  float16 F16  bfloat16 BF16  float32 F32  float64 F64  complex64 C64
 """
-DTYPES = MappingProxyType(dict(zip(_DTYPE_NAMES.split()[::2], _DTYPE_NAMES.split()[1::2], strict=True)))
+DTYPES = MappingProxyType(dict(re.findall(r"(\w+) (\w+)", _DTYPE_NAMES)))
 # Complex numbers are stored as pairs.
 SAVED = (*DTYPES, "complex128")
 

@@ -12,7 +12,7 @@ import torch
 
 from fshard.checkpoint import directory as directories
 from fshard.checkpoint import files
-from fshard.checkpoint.boxes import LocalBox, is_tensor, local_box, shape_of
+from fshard.checkpoint.boxes import LocalBox, is_tensor, local_box
 from fshard.checkpoint.exchange import Exchange
 from fshard.checkpoint.host_copies import copy_to_host
 from fshard.checkpoint.saving import Saving
@@ -151,7 +151,7 @@ def describe_state(exchange: Exchange, state: Tree, step: int) -> tuple[dict[str
         leaf = leaves[path]
         if is_tensor(leaf):
             tensors[path] = leaf
-            stored[path] = files.StoredLeaf(files.name_of(tensor_of(leaf).dtype), shape_of(leaf), chunks=())
+            stored[path] = files.StoredLeaf(files.name_of(leaf.dtype), tuple(leaf.shape), chunks=())
         else:
             values[path] = leaf
     return tensors, files.Manifest(step, stored, values)

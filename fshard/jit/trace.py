@@ -25,6 +25,7 @@ from fshard.tree import (
     flatten,
     is_abstract,
     is_sharded,
+    like,
     tensor_of,
 )
 from fshard.tree.checks import check_tensors, count_writes, describe
@@ -191,7 +192,7 @@ def replace_abstract(flat: Flat) -> Flat:
         tensor = tensor_of(leaf)
         if getattr(tensor, "is_meta", False):
             fake = make_fake(tensor, device_of(leaf))
-            fakes[id(leaf)] = Sharded(fake, leaf.spec) if is_sharded(leaf) else fake
+            fakes[id(leaf)] = like(leaf, fake)
     return flat._replace(leaves=[fakes.get(id(leaf), leaf) for leaf in flat.leaves])
 
 

@@ -204,8 +204,10 @@ class _WrappedClass:
         try:
             defaults = _build_optimizer(self._make, (), (), {}).defaults
         except TypeError as error:
-            remedy = "A schedule is a function, as fs.from_torch_scheduler makes of one of torch"
-            raise ValueError(f"from_torch: {cls.__name__} refuses its arguments: {error}. {remedy}.") from error
+            raise ValueError(
+                f"from_torch: {cls.__name__} refuses its arguments: {error}. A schedule is a function, as "
+                "fs.from_torch_scheduler makes of one of torch."
+            ) from error
         # Kernels that read step counts on an accelerator.
         self._has_capturable = "capturable" in defaults
         self._injected = _read_injections(inject, defaults)
@@ -372,7 +374,7 @@ class _WrappedClass:
     @_compat.outside_modes()
     def _refuse_leaves(self, flat: Flat) -> None:
         """Refuse leaves that the class cannot step, or not with the bits that are promised."""
-        dtypes = {tensor_of(leaf).dtype for leaf in flat.leaves if is_trained(leaf)}
+        dtypes = {leaf.dtype for leaf in flat.leaves if is_trained(leaf)}
         if self._make_for_trial.keywords.get("fused"):
             self._refuse_skipped_leaves(flat, dtypes)
         if self._order.keeps_bits or any(map(partition_axes, flat.leaves)):

@@ -21,7 +21,7 @@ def map_trained_leaves(f: Callable[[Any], Any], params: Tree) -> Tree:
     return map_leaves(lambda leaf: f(leaf) if is_trained(leaf) else None, params)
 
 
-def call_schedule(schedule: Callable[[torch.Tensor], Any], name: str, count: torch.Tensor) -> Any:
+def call_schedule(schedule: Callable[..., Any], name: str, count: torch.Tensor) -> Any:
     """Return the value of a hyperparameter in an update.
 
     Args:

@@ -279,8 +279,11 @@ class _Simulation:
 
     def _run_if_complete(self, collective: ThreadedCollective) -> None:
         """Run a collective if every member of its group has called one; break the group if that cannot be."""
-        calls = {rank: self.waiting[rank] for rank in collective.ranks if rank in self.waiting}
-        calls = {rank: call for rank, call in calls.items() if call.collective.group == collective.group}
+        calls = {}
+        for rank in collective.ranks:
+            call = self.waiting.get(rank)
+            if call and call.collective.group == collective.group:
+                calls[rank] = call
         if len(calls) < len(collective.ranks):
             return
         failure = _describe_mismatch(calls) or _run_collective(collective, calls)

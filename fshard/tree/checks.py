@@ -492,21 +492,21 @@ def check_operands(api_name: str, tree: Tree, axis: Axis, dim: int | None = None
 
 def check_loss(loss: Any, reduce: str, api_name: str) -> None:
     """Refuse a loss that does not fit `reduce`, before it is reduced."""
-    is_weighted = reduce == "weighted"
-    is_pair = isinstance(loss, tuple) and len(loss) == 2
-    if is_weighted and not is_pair:
-        raise ValueError(
-            f'{api_name}: with reduce="weighted" the loss must be a pair (sum, count), got {describe(loss)}.'
-        )
-    value = loss[0] if is_weighted else loss
-    name = "sum" if is_weighted else "loss"
+    value = loss
+    name = "loss"
+    if reduce == "weighted":
+        if not (isinstance(loss, tuple) and len(loss) == 2):
+            raise ValueError(
+                f'{api_name}: with reduce="weighted" the loss must be a pair (sum, count), got {describe(loss)}.'
+            )
+        value, count = loss
+        name = "sum"
+        check_count(count, api_name)
     if not isinstance(value, torch.Tensor) or value.dim() or not value.is_floating_point():
         raise ValueError(
             f"{api_name}: the {name} must be a floating scalar tensor, got {describe(value)}. Sum or average it over "
             "the batch. A function that returns (loss, aux) needs has_aux=True."
         )
-    if is_weighted:
-        check_count(loss[1], api_name)
 
 
 def check_count(count: Any, api_name: str) -> None:

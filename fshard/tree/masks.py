@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fshard.tree.nodes import is_sharded, tensor_of
+from fshard.tree.nodes import tensor_of
 
 Mask = str | Sequence[str] | Callable[..., bool]
 
@@ -39,9 +39,7 @@ def matches(mask: Mask, name: str, *leaf: Any) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
     described = []
     for value in leaf:
-        tensor = tensor_of(value)
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor_of(value), torch.Tensor):
             return False
-        shape = value.spec.shape if is_sharded(value) else tensor.shape
-        described.append(torch.empty(shape, dtype=tensor.dtype, device="meta"))
+        described.append(torch.empty(value.shape, dtype=value.dtype, device="meta"))
     return bool(mask(name, *described))
