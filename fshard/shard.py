@@ -134,7 +134,8 @@ def _refuse_derivatives(api_name: str, flat: Flat, remedy: str) -> None:
     def misfit(leaf: Any) -> str | None:
         if not is_sharded(leaf):
             return None
-        if any(map(_compat.is_mapped, _compat.levels(leaf.local))):
+        levels = _compat.levels(leaf.local)
+        if any(map(_compat.is_mapped, levels)):
             return "is mapped by torch.vmap here"
         if _compat.is_differentiated(leaf.local) or _compat.any_dual([leaf.local]):
             return "is differentiated here"
@@ -413,7 +414,7 @@ def is_frozen(leaf: torch.Tensor) -> bool:
 
 def _choose_frozen(api_name: str, frozen: Mask | None, flat: Flat) -> list[bool]:
     """Tell for each leaf whether it is to be frozen: two leaves may have one name."""
-    if frozen is None or frozen in ((), []):
+    if frozen in (None, (), []):
         return [False] * len(flat.leaves)
     expect(is_mask(frozen), api_name, f"frozen to be {MASK}", describe(frozen))
     check_matches(api_name, [frozen], flat.names, flat.leaves)

@@ -107,7 +107,9 @@ def _fits(rule: Any, path: str, submodule: nn.Module) -> bool:
         return _size(submodule) >= rule > max(map(_size, submodule.children()), default=0)
     if isinstance(rule, type):
         return isinstance(submodule, rule)
-    return callable(rule) and not isinstance(rule, nn.Module) and bool(rule(path, submodule))
+    if isinstance(rule, nn.Module) or not callable(rule):
+        return False
+    return bool(rule(path, submodule))
 
 
 def _size(submodule: nn.Module) -> int:

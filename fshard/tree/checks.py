@@ -275,7 +275,7 @@ def check_tensors(api_name: str, flat: Flat) -> None:
         return
 
     def misfit(leaf: Any) -> Misfit:
-        if is_sharded(leaf) or leaf is None or isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, Sharded | torch.Tensor | None):
             return None
         return describe(leaf), "a Sharded leaf or a tensor"
 

@@ -16,10 +16,8 @@ MASK = "a glob pattern of leaves' names, several, or a function of (name, leaf)"
 
 def is_mask(value: Any) -> bool:
     """Tell whether a value is a glob pattern, several, or a function."""
-    if callable(value):
-        return True
     patterns = value if isinstance(value, list | tuple) else (value,)
-    return bool(patterns) and all(isinstance(pattern, str) for pattern in patterns)
+    return callable(value) or (bool(patterns) and all(isinstance(pattern, str) for pattern in patterns))
 
 
 def matches(mask: Mask, name: str, *leaf: Any) -> bool:

@@ -144,10 +144,11 @@ class ModuleExchange(Exchange):
             if name not in entries_of and is_optional and not tensor_of(leaf).is_meta:
                 kept[name] = fs.tree_map(torch.clone, leaf)
         others = {name: leaf for name, leaf in leaves.items() if name not in kept}
-        remedy = (
-            "pass a tree of the same names; module= knows which are tied or not saved, cast=True of from_state_dict "
-            "and load_huggingface changes dtypes, strict=False of load_huggingface passes over what only one has"
+        flags = (
+            "cast=True of from_state_dict and load_huggingface changes dtypes, strict=False of load_huggingface passes "
+            "over what only one has"
         )
+        remedy = f"pass a tree of the same names; module= knows which are tied or not saved, {flags}"
         return kept | self.read(others, entries_of, remedy)
 
     @staticmethod
