@@ -10,7 +10,8 @@ import torch
 from fshard import _compat, comm
 from fshard.comm import ops
 from fshard.tree import Axis
-from fshard.tree.checks import describe
+from fshard.tree.checks import describe, refuse_donated
+from fshard.tree.flat import flatten
 
 __all__ = ["EFFECTS", "fold_in", "keeping_generators", "key_of"]
 __all__ += ["random_state", "restoring_state", "seed", "seeded", "set_random_state", "words_at"]
@@ -31,11 +32,12 @@ def fold_in(key: torch.Tensor | int, data: torch.Tensor | int | Axis) -> torch.T
         An int64 tensor of shape (); of a tensor of several integers a key for each, in its shape.
 
     Raises:
-        ValueError: if `key` or `data` is none of these.
+        ValueError: if `key` or `data` is none of these, or was donated.
 
     >>> fold_in(0, 1).equal(fold_in(0, 1)), fold_in(0, 1).equal(fold_in(0, 2))
     (True, False)
     """
+    refuse_donated("fold_in", flatten({"key": key, "data": data}))
     number: Any = torch.tensor(comm.rank(data)) if isinstance(data, Axis) else _integers(data)
     if number is None:
         raise ValueError(

@@ -236,6 +236,8 @@ def refuse_donated(api_name: str, flat: Flat) -> None:
     Raises:
         ValueError: with the path of every leaf that was donated.
     """
+    if not any(attributes_of(flat.tensors, DONATED)):
+        return
 
     def misfit(leaf: Any) -> Misfit:
         if is_donated(leaf):

@@ -8,8 +8,8 @@ import optree
 import torch
 
 from fshard.errors import refuse
-from fshard.tree.checks import same_structure
-from fshard.tree.flat import Misfit, Tree, flatten, leaves_of, unflatten
+from fshard.tree.checks import refuse_donated, same_structure
+from fshard.tree.flat import Flat, Misfit, Tree, flatten, leaves_of, unflatten
 from fshard.tree.nodes import Sharded, is_sharded, tensor_of
 from fshard.tree.specs import describe_difference
 
@@ -70,13 +70,17 @@ def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
         A tree of f's results.
 
     Raises:
-        ValueError: if structures or specs differ.
+        ValueError: if structures or specs differ, or a leaf was donated.
 
     >>> tree_map(lambda x: x + 1, {"a": 1, "b": (2, None)})
     {'a': 2, 'b': (3, None)}
     """
-    for other in rest:
-        _check_beside(tree, other)
+    flat = flatten(tree)
+    refuse_donated("tree_map", flat)
+    rows = [flat.leaves]
+    for other in map(flatten, rest):
+        _check_beside(flat, other)
+        rows.append(other.leaves)
 
     def map_leaf(leaf: Any, *others: Any) -> Any:
         if leaf is None:
@@ -84,7 +88,7 @@ def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
         result = f(tensor_of(leaf), *map(tensor_of, others))
         return Sharded(result, leaf.spec) if is_sharded(leaf) else result
 
-    return map_leaves(map_leaf, tree, *rest)
+    return flat.unflatten(map(map_leaf, *rows))
 
 
 def take_tensors(tree: Tree) -> tuple[list[torch.Tensor], Callable[[Iterable[Any]], Tree]]:
@@ -132,11 +136,10 @@ def cast_floating(tree: Tree, dtype: torch.dtype | None) -> Tree:
     return tree_map(cast, tree)
 
 
-def _check_beside(tree: Tree, other: Tree) -> None:
-    """Refuse a tree of another structure or other specs."""
-    expected = flatten(tree)
-    flat = flatten(other)
+def _check_beside(expected: Flat, flat: Flat) -> None:
+    """Refuse a tree of another structure or other specs, and donated leaves."""
     same_structure("tree_map: rest", flat, expected)
+    refuse_donated("tree_map: rest", flat)
 
     def misfit(leaf: Any, expected_leaf: Any) -> Misfit:
         if not is_sharded(expected_leaf):

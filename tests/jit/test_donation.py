@@ -78,6 +78,8 @@ def test_what_was_donated_is_refused_outside_of_jit():
         "gather": fs.gather,
         "reshard": lambda tree: fs.reshard(tree, fs.ddp(one_axis())),
         "update": lambda tree: fs.update(tx, state._replace(params=tree), grads),
+        "tree_map": lambda tree: fs.tree_map(torch.clone, tree),
+        "tree_map: rest": lambda tree: fs.tree_map(torch.add, new, tree),
     }
     for name, call in verbs.items():
         path = r"\.params\['x'\]" if name == "update" else r"\['x'\]"
@@ -88,6 +90,11 @@ def test_what_was_donated_is_refused_outside_of_jit():
     fs.jit(plus_one, donate_argnums=0)(whole)
     with pytest.raises(ValueError, match=donated("value_and_grad", r"\['x'\]")):
         fs.value_and_grad(lambda tree: tree["x"].sum())(whole)
+    count = torch.tensor(3)
+    fs.jit(plus_one, donate_argnums=0)(count)
+    for name, call in {"key": lambda: fs.fold_in(count, 0), "data": lambda: fs.fold_in(0, count)}.items():
+        with pytest.raises(ValueError, match=donated("fold_in", rf"\['{name}'\]")):
+            call()
 
 
 def late(tree):
