@@ -123,6 +123,18 @@ DIFFERENT = JITTED | {
         others=nn.Linear,
         parts=("rank 0: all_gather", "(gather of 0) over 'shard' of", "(gather of (root)) over 'shard' of"),
     ),
+    "leaves of a norm": Different(
+        lambda params, name: fs.global_norm({name: params[name]}),
+        last="0.bias",
+        others="0.weight",
+        parts=("(psum_invariant of ['0.bias'])", "(psum_invariant of ['0.weight'])"),
+    ),
+    "leaves of norms": Different(
+        lambda params, name: fs.leaf_norms({name: params[name]}),
+        last="0.bias",
+        others="0.weight",
+        parts=("(psum_invariant of ['0.bias'])", "(psum_invariant of ['0.weight'])"),
+    ),
 }
 
 

@@ -25,6 +25,8 @@ MIRRORS = {
     "fshard/tree/abstract.py": ("tests/ext/test_abstract.py",),
     "fshard/ext/saved_graph": ("tests/ext/test_hostile_graphs.py", "tests/ext/test_saved_graph.py"),
     "fshard/ext/quantize.py": ("tests/ext/test_quantize.py", "tests/ext/test_quantize_state.py"),
+    "fshard/tree/maps.py": ("tests/test_tree.py", "tests/jit/test_donation.py"),
+    "fshard/random.py": ("tests/jit/test_donation.py",),
     "fshard/tree": ("tests/test_tree.py", "tests/test_law_round_trip.py", "tests/test_update.py"),
     "fshard/init": ("tests/test_init.py",),
     "fshard/ext/counter.py": ("tests/test_init.py",),
@@ -89,6 +91,7 @@ MIRRORS = {
     "fshard/ext/replay/verify.py": ("tests/ext/replay/test_verify.py",),
     "fshard/ext/replay/diff.py": ("tests/ext/replay/test_diff.py",),
     "fshard/ext/optim/native.py": ("tests/test_bad_input.py", "tests/ext/optim", "tests/optim"),
+    "fshard/ext/optim/norms.py": ("tests/ext/optim", "tests/test_law_agreement.py"),
     "fshard/ext/optim": ("tests/ext/optim", "tests/optim"),
     "fshard/update.py": (
         *("tests/test_update.py", "tests/test_bad_input.py", "tests/test_offload.py", "tests/test_recovery.py"),

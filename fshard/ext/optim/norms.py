@@ -77,10 +77,10 @@ def global_norm(
     tensor(5.)
     """
     order = find_norm_order("global_norm", p, reduction_order)
-    leaves = _check_leaves("global_norm", tree)
+    leaves, paths = _check_leaves("global_norm", tree)
     if not leaves:
         return torch.zeros(())
-    powers = torch.stack(_sum_powers(leaves, p, order))
+    powers = torch.stack(_sum_powers(leaves, paths, p, order))
     # The norm of complex numbers is real.
     dtypes = {leaf.dtype.to_real() for leaf in leaves}
     dtype = reduce(torch.promote_types, dtypes, torch.float32)
@@ -126,10 +126,10 @@ def leaf_norms(
 def stack_norms(tree: Any, p: float, reduction_order: str | None) -> torch.Tensor:
     """Compute the norms of `leaf_norms` as one vector in float64, without the leaves that are None."""
     order = find_norm_order("leaf_norms", p, reduction_order)
-    leaves = _check_leaves("leaf_norms", tree)
+    leaves, paths = _check_leaves("leaf_norms", tree)
     if not leaves:
         return torch.zeros(0)
-    return _take_root(torch.stack(_sum_powers(leaves, p, order, by_leaf=True)), p)
+    return _take_root(torch.stack(_sum_powers(leaves, paths, p, order, by_leaf=True)), p)
 
 
 def leaf_means(tree: Any, dim: int, reduction_order: str | None = None) -> Any:
@@ -187,30 +187,32 @@ def _axes_along(leaf: Any, dim: int | None) -> Axes:
     return tuple([axis for axis in axes if leaf.spec.dim_of(axis) == leaf.local.dim() + dim])
 
 
-def _check_leaves(api_name: str, tree: Any) -> list[Any]:
-    """Refuse leaves that are not tensors of this mesh, and return those that are not None."""
+def _check_leaves(api_name: str, tree: Any) -> tuple[list[Any], Sequence[str]]:
+    """Refuse leaves that are not tensors of this mesh, and return those that are not None, and the paths of all."""
     flat = flatten(tree)
     check_tensors(api_name, flat)
     check_local(api_name, flat)
-    return [leaf for leaf in flat.leaves if leaf is not None]
+    return [leaf for leaf in flat.leaves if leaf is not None], flat.paths
 
 
 def _sum_powers(
     leaves: Sequence[Any],
+    paths: Sequence[str],
     p: float,
     order: ReductionOrder,
     *,
     by_leaf: bool = False,
 ) -> list[torch.Tensor]:
     """Sum p-th powers of elements over ranks, or find the largest: of each leaf, or of leaves that are split alike."""
-    if order.keeps_bits and not math.isinf(p):
-        return element_sums(leaves, squares=True)
-    groups = [[i] for i in range(len(leaves))]
-    if not by_leaf:
-        groups = list(grouped(leaves, partition_axes).values())
-    values = [sum_powers([elements_of(leaves[i]) for i in group], p) for group in groups]
-    axes = [partition_axes(leaves[group[0]]) for group in groups]
-    with annotate_collectives((), [f"p={float(p)}"]):
+    # Numbers of other leaves have the same shape, so the messages have to say whose they are.
+    with annotate_collectives((), [f"p={float(p)}", *paths]):
+        if order.keeps_bits and not math.isinf(p):
+            return element_sums(leaves, squares=True)
+        groups = [[i] for i in range(len(leaves))]
+        if not by_leaf:
+            groups = list(grouped(leaves, partition_axes).values())
+        values = [sum_powers([elements_of(leaves[i]) for i in group], p) for group in groups]
+        axes = [partition_axes(leaves[group[0]]) for group in groups]
         return _reduce(values, axes, largest=math.isinf(p))
 
 
