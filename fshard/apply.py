@@ -501,8 +501,10 @@ def sync_buffers(buffers: Tree, like: Tree, by: str = "rank0") -> Tree:
     """
     expect(by in ("rank0", "mean"), "sync_buffers", 'by to be "rank0" or "mean"', repr(by))
     for axis in reduction_axes(flatten(like), "sync_buffers"):
-        check_operands("sync_buffers", buffers, axis)
-        rows = iter(comm.all_gather(tree_leaves(buffers), axis, "sync_buffers"))
+        flat = check_operands("sync_buffers", buffers, axis)
+        # Buffers of other names may have the same shapes.
+        with comm.annotate_collectives((), flat.paths):
+            rows = iter(comm.all_gather(tree_leaves(buffers), axis, "sync_buffers"))
         buffers = tree_map(lambda _, rows=rows: _merge_rows(next(rows), by), buffers)
     return buffers
 

@@ -135,6 +135,18 @@ DIFFERENT = JITTED | {
         others="0.weight",
         parts=("(psum_invariant of ['0.bias'])", "(psum_invariant of ['0.weight'])"),
     ),
+    "names of operands": Different(
+        lambda _, name: fs.psum({name: X}, fs.axis_of(one_axis())),
+        last="hits",
+        others="loss",
+        parts=("(psum of ['hits'])", "(psum of ['loss'])"),
+    ),
+    "names of buffers": Different(
+        lambda params, name: fs.sync_buffers({name: X}, params),
+        last="mean",
+        others="var",
+        parts=("(sync_buffers of ['mean'])", "(sync_buffers of ['var'])"),
+    ),
 }
 
 

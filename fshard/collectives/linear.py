@@ -4,7 +4,7 @@ A `CollectiveTape` ties the collectives of one forward together.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -286,7 +286,7 @@ def collective(
     Returns:
         The tree of outputs.
     """
-    check_operands(api_name, tree, axis, dim, vary=operand_varies)
+    flat = check_operands(api_name, tree, axis, dim, vary=operand_varies)
     if not result_varies:
         REDUCTIONS.set(REDUCTIONS.get() + 1)
     linear = Linear(
@@ -295,7 +295,10 @@ def collective(
         # An operand that may agree is taken as varying: its cotangent is this rank's part.
         variance=Variance(api_name, (axis,), operand=operand_varies is not False, result=result_varies),
     )
-    outputs = iter(run_on_tape(partial(linear_call, linear), tree_leaves(tree), axis))
+    # Tensors of other names may have the same shapes, so the message has to say whose they are.
+    has_names = flat.treedef.type not in (None, list, tuple)
+    with comm.annotate_collectives((), flat.paths) if has_names else nullcontext():
+        outputs = iter(run_on_tape(partial(linear_call, linear), tree_leaves(tree), axis))
     return tree_map(lambda _: next(outputs), tree)
 
 

@@ -442,8 +442,8 @@ def check_axis(api_name: str, axis: Any) -> None:
         )
 
 
-def check_operands(api_name: str, tree: Tree, axis: Axis, dim: int | None = None, *, vary: bool | None = None) -> None:
-    """Refuse what a collective over an axis cannot take.
+def check_operands(api_name: str, tree: Tree, axis: Axis, dim: int | None = None, *, vary: bool | None = None) -> Flat:
+    """Refuse what a collective over an axis cannot take, and return its operands.
 
     Args:
         api_name: The collective, for its error.
@@ -490,6 +490,7 @@ def check_operands(api_name: str, tree: Tree, axis: Axis, dim: int | None = None
                     "fs.value_and_grad and fs.scatter_grads are summed over ranks already"
                 )
         refuse(f"{collective_name}: leaves do not fit", problems, remedy)
+    return flat
 
 
 def check_loss(loss: Any, reduce: str, api_name: str) -> None:
