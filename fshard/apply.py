@@ -450,9 +450,6 @@ def _check_shapes(flat: Flat, parameters: Sequence[torch.Tensor]) -> None:
             return None
         return f"shape {tuple(shape)}", f"shape {tuple(parameter.shape)}"
 
-    # Mostly all are right. No line of Python runs for each of thousands.
-    if attributes_of(attributes_of(flat.sharded, "spec"), "shape") == attributes_of(parameters, "shape"):
-        return
     remedy = "pass the parameters that this model's init returned"
     refuse("apply: the shapes of params differ from the module's", flat.problems(misfit, parameters), remedy)
 

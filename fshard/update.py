@@ -16,14 +16,12 @@ from fshard.tree import (
     Flat,
     Sharded,
     Tree,
-    attributes_of,
     flatten,
     is_sharded,
     is_tensor,
     is_trained,
     map_leaves,
     map_nodes,
-    shard_all,
     tensor_of,
     tensors_of,
 )
@@ -321,26 +319,22 @@ def _take_over(state: TrainState) -> dict[str, Tree]:
     them. Frozen ones stay: they are not written to, and their averages are they themselves.
     """
     flat = flatten({"params": state.params, "opt_state": state.opt_state})
-    is_taken = list(map(is_tensor, flat.tensors))
-    if _compat.transforms_active() or any(spec.frozen for spec in flat.specs):
-        # A value that a transform of torch.func has wrapped ends with it.
-        rows = zip(flat.leaves, flat.tensors, strict=True)
-        is_taken = [is_tensor(x) and is_trained(leaf) and not _compat.is_transformed(x) for leaf, x in rows]
-    leaves = list(itertools.compress(flat.leaves, is_taken))
-    tensors = list(itertools.compress(flat.tensors, is_taken))
+    leaves = flat.leaves
+    # A value that a transform of torch.func has wrapped ends with it.
+    is_kept = _compat.is_transformed if _compat.transforms_active() else lambda tensor: False
+    tensors = {}
+    for n, tensor in enumerate(flat.tensors):
+        if isinstance(tensor, torch.Tensor) and is_trained(leaves[n]) and not is_kept(tensor):
+            tensors[n] = tensor
     # Tensors of fs.gather, for example, share the memory of a leaf, and keep their values.
-    for n in itertools.compress(itertools.count(), _compat.share_memory(tensors)):
+    for n in itertools.compress(tensors, _compat.share_memory(list(tensors.values()))):
         tensors[n] = tensors[n].detach().clone()
-    moved = mark_donated(leaves)
-    # No line of Python runs for each of thousands.
-    new_leaves = dict(enumerate(flat.leaves))
-    positions = list(itertools.compress(itertools.count(), is_taken))
-    new_leaves.update(zip(positions, map(moved.get, map(id, tensors), tensors), strict=True))
-    are_sharded = list(map(is_sharded, leaves))
-    specs = attributes_of(itertools.compress(leaves, are_sharded), "spec")
-    shards = shard_all(itertools.compress(tensors, are_sharded), specs)
-    new_leaves.update(zip(itertools.compress(positions, are_sharded), shards, strict=True))
-    return flat.unflatten(new_leaves.values())
+    moved = mark_donated([leaves[n] for n in tensors])
+    new_leaves = list(leaves)
+    for n, tensor in tensors.items():
+        leaf = leaves[n]
+        new_leaves[n] = Sharded(tensor, leaf.spec) if is_sharded(leaf) else moved.get(id(tensor), tensor)
+    return flat.unflatten(new_leaves)
 
 
 def chain(*transformations: GradientTransformation | Optimizer) -> Any:
@@ -416,21 +410,9 @@ def _check_gradients(grads: Tree, params: Flat) -> None:
     """Refuse gradients that are not those of the parameters."""
     flat = flatten(grads)
     same_structure("update with gradients", flat, params)
-    # Gradients of value_and_grad have the specs of the parameters. No line of Python runs for each of thousands.
-    may_fit = all(map(is_tensor, flat.tensors)) and not any(spec.frozen for spec in flat.specs)
-    if may_fit and _describe_kinds(flat) == _describe_kinds(params):
-        return
     problems = flat.problems(_describe_misfit, params.leaves)
     remedy = "pass what fs.scatter_grads(grads, like=state.params) or fs.value_and_grad returned"
     refuse("update: gradients do not fit the parameters", problems, remedy)
-
-
-def _describe_kinds(flat: Flat) -> list[tuple[Any, ...]]:
-    """List for each leaf its spec, and the shape and dtype of its tensor; None for what it does not have."""
-    specs = attributes_of(flat.leaves, "spec")
-    shapes = attributes_of(flat.tensors, "shape")
-    dtypes = attributes_of(flat.tensors, "dtype")
-    return list(zip(specs, shapes, dtypes, strict=True))
 
 
 def _describe_misfit(grad: Any, param: Any) -> tuple[str, str] | None:

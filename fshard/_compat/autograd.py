@@ -44,9 +44,11 @@ def version(tensor: torch.Tensor) -> int:
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     """The `version` of each tensor, for thousands of them. Checked on 2.13."""
     counted = list(tensors)
-    if any(map(torch.Tensor.is_inference, counted)):
+    try:
+        return list(map(operator.attrgetter("_version"), counted))
+    except RuntimeError:
+        # A tensor made in inference mode has none.
         return list(map(version, counted))
-    return list(map(operator.attrgetter("_version"), counted))
 
 
 # Whether a torch.func transform holds a tensor, whose storage then is not to be had. Checked on 2.13.
@@ -257,14 +259,14 @@ def share_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
     with outside_transforms():
         unshared = torch.empty(0)
     # All at once, so that a tensor which is there twice counts as shared.
-    storages = list(map(torch.Tensor.untyped_storage, (*itertools.compress(tensors, has_memory), unshared)))
+    storages = list(map(torch.Tensor.untyped_storage, (unshared, *itertools.compress(tensors, has_memory))))
     # The owners of the memory, and of Python's object for it.
     use_counts = map(torch._C._storage_Use_Count, map(operator.attrgetter("_cdata"), storages))
-    owners = list(zip(use_counts, map(sys.getrefcount, storages), strict=True))
-    unshared_owners = owners.pop()
-    is_shared = map(unshared_owners.__ne__, owners)
+    # One pair at a time: the garbage collector counts them.
+    owners = zip(use_counts, map(sys.getrefcount, storages), strict=True)
+    is_shared = map(next(owners).__ne__, owners)
     if not all(map(torch.UntypedStorage.resizable, storages)):
-        is_shared = map(operator.or_, is_shared, map(_is_of_array, storages))
+        is_shared = map(operator.or_, is_shared, map(_is_of_array, storages[1:]))
     if all(has_memory):
         return list(is_shared)
     return [has and next(is_shared) for has in has_memory]

@@ -38,7 +38,6 @@ from fshard.tree.nodes import (
     is_trained,
     like,
     register_leaf_class,
-    shard_all,
     tensor_of,
     tensors_of,
 )

@@ -5,7 +5,6 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import compress, repeat
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -202,21 +201,20 @@ def mark_donated(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
     Returns:
         For the plain ones, by their identity, new tensors that have their memory.
     """
-    tensors = tensors_of(leaves)
-    kinds = list(zip(attributes_of(tensors, "dtype"), attributes_of(tensors, "device"), strict=True))
     empty: dict[Any, torch.Tensor] = {}
-    for kind, tensor in dict(zip(kinds, tensors, strict=True)).items():
-        with _compat.outside_transforms():
-            empty[kind] = tensor.new_empty(0)
-        empty[kind].__dict__[DONATED] = True
     moved = {}
-    for leaf, replacement in zip(leaves, map(empty.__getitem__, kinds), strict=True):
+    for leaf, tensor in zip(leaves, tensors_of(leaves), strict=True):
+        kind = tensor.dtype, tensor.device
+        if kind not in empty:
+            with _compat.outside_transforms():
+                empty[kind] = tensor.new_empty(0)
+            empty[kind].__dict__[DONATED] = True
         if is_sharded(leaf):
-            replace_local(leaf, replacement)
+            replace_local(leaf, empty[kind])
         elif id(leaf) not in moved:
             moved[id(leaf)] = leaf.data
             # Assign .data, so that autograd and modes see no operator.
-            leaf.data = replacement
+            leaf.data = empty[kind]
             leaf.__dict__[DONATED] = True
     return moved
 
@@ -381,13 +379,17 @@ def check_local(api_name: str, flat: Flat, *, needs_values: bool = True) -> None
 
 def _all_fit(flat: Flat) -> bool:
     """Whether all leaves surely fit their specs, have values and were not donated, which leaves nothing."""
-    shards = attributes_of(flat.sharded, "local")
-    specs = attributes_of(flat.sharded, "spec")
-    fit_specs = attributes_of(shards, "shape") == attributes_of(specs, "local_shape")
-    shapes = attributes_of(flat.tensors, "shape")
-    are_shapeless = map(operator.is_, shapes, repeat(None))
-    hides_shards = any(map(is_unregistered, compress(flat.leaves, are_shapeless)))
-    return fit_specs and (0,) not in shapes and True not in attributes_of(shards, "is_meta") and not hides_shards
+    for leaf, tensor in zip(flat.leaves, flat.tensors, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            fits = leaf is tensor and not is_unregistered(leaf)
+        elif leaf is tensor:
+            fits = tensor.shape != (0,)
+        else:
+            # One shape at a time: the garbage collector counts them.
+            fits = (0,) != tensor.shape == leaf.spec.local_shape and not tensor.is_meta
+        if not fits:
+            return False
+    return True
 
 
 def check_transforms(api_name: str, flat: Flat) -> None:

@@ -1,11 +1,9 @@
 """Sharded: this rank's shard of a leaf with its spec, a node of pytrees."""
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import repeat
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import optree
@@ -205,31 +203,14 @@ def tensor_of(leaf: Any) -> Any:
     return leaf.local if isinstance(leaf, Sharded) else leaf
 
 
-# The attribute that holds the tensor of a leaf, for the types of most leaves. The empty name stands for leaves that are
-# tensors themselves, on which a program may have set attributes.
-_HOLDERS = MappingProxyType({Sharded: "local"} | dict.fromkeys((torch.Tensor, torch.nn.Parameter, type(None)), ""))
-
-
-def tensors_of(leaves: Sequence[Any]) -> list[Any]:
+def tensors_of(leaves: Iterable[Any]) -> list[Any]:
     """The `tensor_of` each of thousands of leaves."""
-    # No line of Python runs for each of them.
-    holders: list[Any] = list(map(_HOLDERS.get, map(type, leaves)))
-    if None not in holders:
-        return list(map(getattr, leaves, holders, leaves))
     return [leaf.local if isinstance(leaf, Sharded) else leaf for leaf in leaves]
 
 
 def attributes_of(values: Iterable[Any], name: str) -> list[Any]:
     """The attribute of a name of each of thousands of values, for which no line of Python runs; None where it lacks."""
     return list(map(getattr, values, repeat(name), repeat(None)))
-
-
-def shard_all(tensors: Iterable[Any], specs: Sequence[Spec]) -> list[Sharded]:
-    """Make a Sharded leaf of each of thousands of tensors with its spec, for which no line of Python runs."""
-    leaves = list(map(object.__new__, repeat(Sharded, len(specs))))
-    deque(map(replace_local, leaves, tensors), maxlen=0)
-    deque(map(_set_spec, leaves, specs), maxlen=0)
-    return leaves
 
 
 def like(leaf: Any, tensor: Any) -> Any:
