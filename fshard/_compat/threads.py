@@ -12,6 +12,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+# Whether torch takes no reference to an object of a thread, and lets go of one. Checked on 2.11.
+_TAKES_NO_REFERENCE = torch.torch_version.__version__ < "2.12"
+
 
 class ThreadedCollective(NamedTuple):
     """One rank's call of a collective.
@@ -73,9 +76,9 @@ def keeping_thread_object(key: str, value: object) -> Iterator[None]:
 
 
 def _stash(key: str, value: object) -> None:
-    """Put an object under a key of this thread; torch 2.11 takes no reference to it, and lets go of one."""
+    """Put an object under a key of this thread."""
     torch._C._stash_obj_in_tls(key, value)
-    if torch.torch_version.__version__ < "2.12":
+    if _TAKES_NO_REFERENCE:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 

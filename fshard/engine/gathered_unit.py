@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fshard import _compat, comm
-from fshard.engine.leaf import NOT_GATHERED, FullTensorFacts, Leaf
+from fshard.engine.leaf import NOT_GATHERED, Leaf, describe_full
 from fshard.engine.plan import Unit
 from fshard.transforms.compose import split_gather
 from fshard.transforms.run import check_results
@@ -129,7 +129,7 @@ class GatheredUnit:
                 assert leaf.shared_from is not None
                 tensor = leaf.shared_from.wait()[leaf]
             if leaf.full_facts is NOT_GATHERED:
-                leaf.full_facts = FullTensorFacts(tensor.shape, tensor.dtype, tensor.device, tensor.nbytes)
+                leaf.full_facts = describe_full(tensor.shape, tensor.dtype, tensor.device)
             full[leaf] = tensor
         return full
 

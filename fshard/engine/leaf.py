@@ -1,5 +1,6 @@
 """Leaves: the owners of gradients."""
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +29,12 @@ class FullTensorFacts(NamedTuple):
 
 # The facts about a leaf that has not been gathered yet.
 NOT_GATHERED = FullTensorFacts((), torch.float32, torch.device("cpu"), 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def describe_full(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> FullTensorFacts:
+    """Describe a full tensor by facts that thousands of leaves share, so that the garbage collector counts few."""
+    return FullTensorFacts(shape, dtype, device, shape.numel() * dtype.itemsize)
 
 
 class Leaf:
@@ -113,8 +120,7 @@ class Leaf:
         target = dtype or self.stored.dtype
         if self.accumulated:
             target = sum_dtype(self.spec, target)
-        # Most gradients have that dtype already, and calling the operator to find that out takes longer.
-        return grad if grad.dtype is target else grad.to(target)
+        return _cast(grad, target)
 
     def add_full(self, grad: torch.Tensor) -> None:
         """Add to this rank's full gradient.
@@ -169,7 +175,7 @@ class Leaf:
         total = self.take_reduced()
         if total is None:
             return torch.zeros_like(self.stored)
-        return divide(total, divisor).to(self.stored.dtype)
+        return _cast(divide(total, divisor), self.stored.dtype)
 
     def take_microbatch(self) -> torch.Tensor | None:
         """Hand over the gradient of one microbatch, in the dtype of its reduction, or else of full gradients."""
@@ -181,3 +187,8 @@ class Leaf:
     def put_sum(self, total: torch.Tensor) -> None:
         """Receive the sum over all microbatches as the reduced gradient."""
         self.reduced_grad = self.cast_for_sum(total)
+
+
+def _cast(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # Most gradients have that dtype already, and calling the operator to find that out takes longer.
+    return grad if grad.dtype is dtype else grad.to(dtype)

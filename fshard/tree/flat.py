@@ -9,7 +9,7 @@ import optree
 import torch
 
 from fshard.errors import Problem
-from fshard.tree.nodes import Sharded, attributes_of, is_sharded, tensors_of
+from fshard.tree.nodes import Sharded, is_sharded, tensors_of
 from fshard.tree.specs import Axis, Spec
 
 Tree = Any
@@ -73,8 +73,7 @@ class Flat(_Flat):
     @functools.cached_property
     def specs(self) -> tuple[Spec, ...]:
         """The specs of its Sharded leaves, each object once: thousands of leaves share theirs."""
-        specs = attributes_of(self.sharded, "spec")
-        return tuple(dict(zip(map(id, specs), specs, strict=True)).values())
+        return tuple({id(leaf.spec): leaf.spec for leaf in self.sharded}.values())
 
     @functools.cached_property
     def axes(self) -> tuple[Axis, ...]:
