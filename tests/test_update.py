@@ -97,6 +97,17 @@ def test_a_donated_state_is_updated_inside_a_transform_too(differentiate):
 
 
 @on_ranks(2)
+def test_a_donated_tensor_of_a_transform_that_has_ended_is_refused():
+    state = fs.TrainState.create(fs.shard({"w": torch.ones(4)}, fs.zero3(one_axis())), ADAMW)
+    kept = []
+    torch.func.grad(lambda x: (x.sum(), kept.append(x))[0])(torch.ones(4))
+    params = {"w": fs.Sharded(kept.pop(), state.params["w"].spec)}
+    grads = fs.tree_map(torch.cos, state.params)
+    with pytest.raises(ValueError, match="the update is differentiated"):
+        fs.update(ADAMW, state._replace(params=params), grads, donate=True)
+
+
+@on_ranks(2)
 def test_a_state_that_does_not_fit_its_specs_is_refused():
     """Of the optimizer too, before anything is donated."""
     state = train_state(fs.zero3(one_axis()))

@@ -254,12 +254,16 @@ def share_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
 
     Under torch.func nobody can tell. Checked on 2.13.
     """
-    # There may be thousands, so no line of Python runs for each of them.
-    has_memory = list(map(operator.not_, map(is_transformed, tensors)))
     with outside_transforms():
         unshared = torch.empty(0)
+    has_memory: list[bool] = []
     # All at once, so that a tensor which is there twice counts as shared.
-    storages = list(map(torch.Tensor.untyped_storage, (unshared, *itertools.compress(tensors, has_memory))))
+    try:
+        storages = list(map(torch.Tensor.untyped_storage, (unshared, *tensors)))
+    except NotImplementedError:
+        # A transform of torch.func holds some of them, and may have ended.
+        has_memory = [not is_transformed(tensor) for tensor in tensors]
+        storages = list(map(torch.Tensor.untyped_storage, (unshared, *itertools.compress(tensors, has_memory))))
     # The owners of the memory, and of Python's object for it.
     use_counts = map(torch._C._storage_Use_Count, map(operator.attrgetter("_cdata"), storages))
     # One pair at a time: the garbage collector counts them.
@@ -267,9 +271,7 @@ def share_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
     is_shared = map(next(owners).__ne__, owners)
     if not all(map(torch.UntypedStorage.resizable, storages)):
         is_shared = map(operator.or_, is_shared, map(_is_of_array, storages[1:]))
-    if all(has_memory):
-        return list(is_shared)
-    return [has and next(is_shared) for has in has_memory]
+    return [has and next(is_shared) for has in has_memory] if has_memory else list(is_shared)
 
 
 def _is_of_array(storage: Any) -> bool:

@@ -395,10 +395,13 @@ def _find_tensors(flat: Flat) -> list[torch.Tensor]:
 
 def _can_trace(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a trace keeps all of thousands of tensors: of sparse, nested, dual or other ones it keeps too little."""
-    is_dense = set(attributes_of(tensors, "layout")) <= {torch.strided} and not _compat.any_dual(tensors)
     is_plain = set(map(type, tensors)) <= {torch.Tensor, torch.nn.Parameter}
-    names = "requires_grad", "is_quantized", "is_nested"
-    return is_dense and is_plain and not any(True in attributes_of(tensors, name) for name in names)
+    if not is_plain or _compat.any_dual(tensors):
+        return False
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or tensor.requires_grad or tensor.is_quantized or tensor.is_nested:
+            return False
+    return True
 
 
 def _make_guards(signature: Signature, tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
