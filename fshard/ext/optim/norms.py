@@ -205,11 +205,13 @@ def _sum_powers(
 ) -> list[torch.Tensor]:
     """Sum p-th powers of elements over ranks, or find the largest: of each leaf, or of leaves that are split alike."""
     # Numbers of other leaves have the same shape, so the messages have to say whose they are.
-    with annotate_collectives((), [f"p={float(p)}", *paths]):
+    described = [f"p={float(p)}", *paths]
+    with annotate_collectives((), described):
         if order.keeps_bits and not math.isinf(p):
             return element_sums(leaves, squares=True)
-        groups = [[i] for i in range(len(leaves))]
-        if not by_leaf:
+        if by_leaf:
+            groups = [[i] for i in range(len(leaves))]
+        else:
             groups = list(grouped(leaves, partition_axes).values())
         values = [sum_powers([elements_of(leaves[i]) for i in group], p) for group in groups]
         axes = [partition_axes(leaves[group[0]]) for group in groups]
