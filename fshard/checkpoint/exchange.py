@@ -194,20 +194,16 @@ class Exchange:
         Args:
             hashes: The hashes of this rank, as `_hash_replicas` returns them.
         """
-        holders_of: Any = defaultdict(dict)
-        for boxes, hash_by_path in hashes.items():
-            for path, value in hash_by_path.items():
-                holders_of[boxes][path] = {value: [self.rank]}
-        first_ranks = dict[str, int]()
-        for ranks_of_path in self.merge_objects(holders_of, join_ranks).values():
-            for path, ranks_of_value in ranks_of_path.items():
-                if len(ranks_of_value) > 1:
-                    # The first rank of those that do not have the value of the first rank of all.
-                    _, second_holders, *_ = sorted(ranks_of_value.values())
-                    rank = second_holders[0]
-                    first_ranks[path] = min(rank, first_ranks.get(path, rank))
-        ranks = sorted(first_ranks.items())
-        problems = [Problem(path, f"other values on rank {rank}", "the same on all ranks") for path, rank in ranks]
+        first_values: dict[tuple[str, str], str] = {}
+        ranks: dict[str, int] = {}
+        for rank, hashes_of_rank in enumerate(self.all_gather_object(hashes)):
+            for boxes, hash_by_path in hashes_of_rank.items():
+                for path, value in hash_by_path.items():
+                    if value != first_values.setdefault((boxes, path), value):
+                        ranks.setdefault(path, rank)
+        problems = []
+        for path, rank in sorted(ranks.items()):
+            problems.append(Problem(path, f"other values on rank {rank}", "the same on all ranks"))
         remedy = "make them the same, buffers by fs.sync_buffers, or store a row of one leaf for each rank"
         refuse(f"{self.label}: ranks hold different values of one leaf", problems, remedy)
 
