@@ -173,7 +173,7 @@ from fshard.checkpoint.boxes import Box, Entry, local_box
 from fshard.checkpoint.directory import open_regular
 from fshard.checkpoint.errors import expect_file
 from fshard.checkpoint.exchange import Exchange, join_ranks
-from fshard.checkpoint.files import bytes_of, lay_out
+from fshard.checkpoint.files import lay_out
 from fshard.checkpoint.host_copies import copy_into
 from fshard.checkpoint.save import choose_boxes, describe_state
 from fshard.collectives import (
@@ -221,6 +221,7 @@ from fshard.reduction_order import ReductionOrder, find_order
 from fshard.rounding import tolerance
 from fshard.shard import (
     Layouts,
+    bytes_of,
     check_transform,
     fingerprint,
     hash_of,

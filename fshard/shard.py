@@ -1,12 +1,12 @@
 """Storage: shard full tensors, unshard them again, reshard from one layout to another."""
 
-import ctypes
 import functools
 import zlib
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
@@ -441,12 +441,18 @@ def fingerprint(leaf: torch.Tensor, spec: Spec, origin: str | None = None) -> st
 
 def hash_of(tensor: torch.Tensor) -> str:
     """Compute a checksum of a tensor's values, several times as fast as a hash that nobody could forge."""
+    return f"{zlib.crc32(bytes_of(tensor)):08x}"
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The elements of a tensor as bytes on the host: its own memory if it is contiguous there.
+
+    Not by `tensor.numpy()`, which marks memory as an array's for good, so that no donated step would write to it.
+    """
     on_host = tensor.detach().cpu()
-    dense = on_host.contiguous().resolve_conj().resolve_neg()
-    flat = view_as_bytes(dense)
-    # numpy would keep a reference to the memory.
-    values = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
-    return f"{zlib.crc32(values):08x}"
+    dense = on_host.resolve_conj().resolve_neg().contiguous()
+    memory = view_as_bytes(dense)
+    return np.from_dlpack(memory).data
 
 
 def check_transform(transform: Any, verb: str, argument: str = "transform") -> None:

@@ -14,10 +14,10 @@ import torch
 from fshard import _compat, comm
 from fshard.checkpoint.boxes import Box, Entry, is_tensor, local_box
 from fshard.checkpoint.errors import CheckpointError, describe_failure
-from fshard.checkpoint.files import bytes_of, digest, name_of
+from fshard.checkpoint.files import digest, name_of
 from fshard.errors import Problem, describe_error, expect, refuse
 from fshard.mesh import Mesh, ranks_of
-from fshard.shard import hash_of, padded, pin_leaf, without_padding
+from fshard.shard import bytes_of, hash_of, padded, pin_leaf, without_padding
 from fshard.tree import Axis, Flat, Sharded, Tree, device_of, flatten, is_sharded
 from fshard.tree.checks import check_local, describe
 
@@ -280,7 +280,8 @@ def _read_leaf(name: str, leaf: Any, entries: Sequence[Entry]) -> Any:
         remedy = "Pass a module that does not tie them, so that each has its own"
         raise CheckpointError(f"{name} is a tied parameter, and its names have different values. {remedy}.")
     tensor = tensor.to(device_of(leaf), entries[0].dtype)
-    tensor = tensor.reshape(local.shape)
+    # A view would hold its base, and a donated step writes to no memory that two tensors hold.
+    tensor = tensor.reshape(local.shape).detach()
     owns_storage = tensor.untyped_storage().nbytes() == tensor.nbytes
     if not (tensor.is_contiguous() and owns_storage):
         tensor = tensor.clone(memory_format=torch.contiguous_format)

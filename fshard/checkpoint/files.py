@@ -20,9 +20,9 @@ import torch
 
 from fshard.checkpoint.boxes import Box
 from fshard.checkpoint.errors import CheckpointError, expect_file
-from fshard.comm.ops import view_as_bytes
+from fshard.shard import bytes_of
 
-__all__ = ["Chunk", "Manifest", "byte_view", "decode_outline", "digest", "encode", "lay_out", "list_kinds", "merge"]
+__all__ = ["Chunk", "Manifest", "decode_outline", "digest", "encode", "lay_out", "list_kinds", "merge"]
 
 # A manifest begins with these bytes and its digest; a later version would begin otherwise.
 HEAD = b'{"format": "fshard.checkpoint",\n "version": 1,\n "digest": "'
@@ -288,13 +288,3 @@ def write_file(path: Path, header: bytes, tensors: Iterable[torch.Tensor] = ()) 
         file.flush()
         os.fsync(file.fileno())
     return checksums
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The elements of a tensor as bytes on the host."""
-    return byte_view(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
-
-
-def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host."""
-    return view_as_bytes(tensor).numpy().data

@@ -10,6 +10,7 @@ import torch
 from fshard.checkpoint import files
 from fshard.checkpoint.directory import open_regular
 from fshard.checkpoint.errors import CheckpointError, expect_file
+from fshard.shard import bytes_of
 
 
 class CheckpointReader:
@@ -61,7 +62,7 @@ class CheckpointReader:
     def read_chunk(self, path: str, chunk: files.Chunk, memory: torch.Tensor) -> None:
         """Read a chunk of a leaf into contiguous memory on the host."""
         file_path = self._path / files.file_name(chunk.file)
-        data = files.byte_view(memory)
+        data = bytes_of(memory)
         start = self.starts(chunk.file)[path]
         with open_regular(file_path) as file:
             file.seek(start)

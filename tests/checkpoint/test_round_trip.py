@@ -219,3 +219,15 @@ def test_padding_and_the_order_of_entries_are_no_part_of_a_state(tmp_path):
     state = OrderedDict((name, torch.full((4,), float(ord(name)))) for name in names)
     checkpoint.save(tmp_path, state, 2)
     assert_same(checkpoint.restore(tmp_path, zeros_like(state)), state)
+
+
+def test_a_donated_step_writes_to_the_memory_of_a_state_that_was_saved_or_restored(tmp_path):
+    """Else it would take memory for one more state, once after each save and each start."""
+    tx = fs.from_torch(torch.optim.SGD, lr=0.1)
+    params = fs.shard({"w": torch.ones(8), "b": torch.ones(())}, fs.zero3(one_axis()))
+    saved = fs.TrainState.create(params, tx)
+    checkpoint.save(tmp_path, saved, step=1)
+    for state in (saved, checkpoint.restore(tmp_path, like=saved)):
+        before = [tensor.data_ptr() for tensor in fs.tree_leaves(state.params)]
+        state = fs.update(tx, state, fs.tree_map(torch.ones_like, state.params), donate=True)
+        assert [tensor.data_ptr() for tensor in fs.tree_leaves(state.params)] == before

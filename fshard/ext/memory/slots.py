@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fshard.checkpoint import CheckpointError
-from fshard.extend import copy_into, files, local_box, open_regular, tensor_of
+from fshard.extend import bytes_of, copy_into, files, local_box, open_regular, tensor_of
 
 # Of the outline, which has it in the place of a step.
 VERSION = 2
@@ -176,7 +176,7 @@ class SlotPart(Slot):
         Raises:
             CheckpointError: if the slot is written over meanwhile, for example by a process of an earlier start.
         """
-        data = files.byte_view(memory)
+        data = bytes_of(memory)
         with open_regular(self.path) as file:
             file.seek(self.starts[name])
             count = file.readinto(data)
