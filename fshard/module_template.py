@@ -358,17 +358,17 @@ class _ParametrizedCache:
         self._torch_cache = None
         self._tensors = None
 
-    def read(self, submodule: nn.Module, key: str) -> torch.Tensor:
+    def read(self, submodule: nn.Module, name: str) -> torch.Tensor:
         """Compute a parametrized tensor of a submodule: once while torch caches such tensors and the forward runs."""
         torch_cache = _compat.parametrization_cache()
         if torch_cache is None or self._tensors is None:
-            return _compat.compute_parametrized(submodule, key)
+            return _compat.compute_parametrized(submodule, name)
         if torch_cache is not self._torch_cache:
             self._torch_cache = torch_cache
             self._tensors = {}
-        if (submodule, key) not in self._tensors:
-            self._tensors[submodule, key] = _compat.compute_parametrized(submodule, key)
-        return self._tensors[submodule, key]
+        if (submodule, name) not in self._tensors:
+            self._tensors[submodule, name] = _compat.compute_parametrized(submodule, name)
+        return self._tensors[submodule, name]
 
 
 # Exact types only: a subclass may not accept its contents back.

@@ -287,21 +287,17 @@ def copied_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def divide_in_place(tensors: Sequence[torch.Tensor], divisor: Any) -> None:
-    """Divide tensors by a number or a scalar tensor; those that make up a buffer as that one tensor.
+    """Divide tensors by a number or a scalar tensor; those that make up one buffer as that one tensor.
 
     Checked on 2.13.
     """
-    parts_of_base: dict[int, list[torch.Tensor]] = {}
-    wholes: list[torch.Tensor] = []
-    for tensor in tensors:
-        base = tensor._base
-        parts_of_base.setdefault(id(tensor if base is None else base), []).append(tensor)
-    for parts in parts_of_base.values():
-        base = parts[0] if parts[0]._base is None else parts[0]._base
-        is_whole = base.numel() == sum(map(torch.Tensor.numel, parts)) and base.dtype is parts[0].dtype
-        wholes += [base] if is_whole else parts
+    divided = list(tensors)
+    base = tensors[0]._base
+    if base is not None and all(tensor._base is base and tensor.dtype is base.dtype for tensor in tensors):
+        is_whole = base.numel() == sum(map(torch.Tensor.numel, tensors))
+        divided = [base] if is_whole else divided
     # An accelerator divides all of them by one kernel.
-    torch._foreach_div_(wholes, divisor)
+    torch._foreach_div_(divided, divisor)
 
 
 @outside_selective_checkpoint

@@ -3,6 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,19 +34,19 @@ def parametrization_cache() -> object | None:
     return parametrize._cache if parametrize._cache_enabled else None
 
 
-def read_parametrized_by(module: torch.nn.Module, read: Callable[[torch.nn.Module, str], torch.Tensor]) -> None:
+def read_parametrized_by(module: torch.nn.Module, read: Callable[..., torch.Tensor]) -> None:
     """Let a function compute what a module's parametrized tensors are when they are read. Checked on 2.13.
 
     Args:
         module: The module, a copy of another one. torch's own cache has one entry for a module and all of its copies.
-        read: Called with the module and the name of the tensor.
+        read: Called with the module and, as `name`, that of the tensor.
     """
     if not parametrize.is_parametrized(module):
         return
     cls = type(module)
     members = {}
     for name in module.parametrizations:  # type: ignore[union-attr]
-        members[name] = _property_of(cls, name, read)
+        members[name] = property(partial(read, name=name), getattr(cls, name).fset)
     module.__class__ = make_subclass(cls, members)
 
 
@@ -53,13 +54,6 @@ def make_subclass(cls: type, members: Mapping[str, Any]) -> type:
     """Make a subclass of a module's class that goes by its name, with other members."""
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **members}
     return type(cls.__name__, (cls,), members)
-
-
-def _property_of(cls: type, name: str, read: Callable[[torch.nn.Module, str], torch.Tensor]) -> property:
-    def get(module: torch.nn.Module) -> torch.Tensor:
-        return read(module, name)
-
-    return property(get, getattr(cls, name).fset)
 
 
 def compute_parametrized(module: torch.nn.Module, name: str) -> torch.Tensor:

@@ -33,12 +33,9 @@ _WITH_FUNCTIONS = (
 )
 # Operators that tell a trace in which range a symbol is.
 _RANGES_OF_SYMBOLS = (torch.ops.aten.sym_constrain_range, torch.ops.aten.sym_constrain_range_for_size)
-# The updates of torch.optim's fused optimizers, in place and not.
-_FUSED_UPDATES = (
-    *(torch.ops.aten._fused_adagrad, torch.ops.aten._fused_adagrad_, torch.ops.aten._fused_adam),
-    *(torch.ops.aten._fused_adam_, torch.ops.aten._fused_adamw, torch.ops.aten._fused_adamw_),
-    *(torch.ops.aten._fused_sgd, torch.ops.aten._fused_sgd_),
-)
+# How the names of operators begin that do with each entry of lists what they would do with it alone: torch's family
+# for lists, and the updates of its fused optimizers. Others that torch calls fused take a single tensor.
+_ENTRYWISE = ("aten::_foreach_", "aten::_fused_ada", "aten::_fused_sgd")
 
 
 def _function_of(name: str) -> Callable[..., Any]:
@@ -112,16 +109,13 @@ def is_effect(target: Any) -> bool:
 def is_entrywise(target: Any) -> bool:
     """Whether an operator on lists does with each entry what it would do with it alone.
 
-    All operators of torch's family `_foreach_` do, and so do the fused updates of optimizers. Other operators that
-    torch calls fused take a single tensor. Checked on 2.13.
+    Checked on 2.13.
 
     >>> aten = torch.ops.aten
     >>> [is_entrywise(target) for target in (aten._fused_adamw_.default, aten._fused_rms_norm.default)]
     [True, False]
     """
-    if arguments_of(target) is None:
-        return False
-    return target.overloadpacket in _FUSED_UPDATES or target._schema.name.startswith("aten::_foreach_")
+    return arguments_of(target) is not None and target._schema.name.startswith(_ENTRYWISE)
 
 
 def guards_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
