@@ -413,12 +413,20 @@ def is_frozen(leaf: torch.Tensor) -> bool:
 
 
 def _choose_frozen(api_name: str, frozen: Mask | None, flat: Flat) -> list[bool]:
-    """Tell for each leaf whether it is to be frozen: two leaves may have one name."""
+    """Tell for each leaf whether it is to be frozen."""
     if frozen in (None, (), []):
         return [False] * len(flat.leaves)
-    expect(is_mask(frozen), api_name, f"frozen to be {MASK}", describe(frozen))
-    check_matches(api_name, [frozen], flat.names, flat.leaves)
-    return [matches(frozen, name, leaf) for name, leaf in zip(flat.names, flat.leaves, strict=True)]
+    return choose_leaves(api_name, "frozen", frozen, flat)
+
+
+def choose_leaves(api_name: str, argument: str, mask: Any, flat: Flat) -> list[bool]:
+    """Tell for each leaf whether a mask chooses it: two leaves may have one name. Refuse a mask that chooses none."""
+    expect(is_mask(mask), api_name, f"{argument} to be {MASK}", describe(mask))
+    check_matches(api_name, [mask], flat.names, flat.leaves)
+    chosen = []
+    for name, leaf in zip(flat.names, flat.leaves, strict=True):
+        chosen.append(matches(mask, name, leaf))
+    return chosen
 
 
 def unfit(leaf: Any) -> tuple[str, str] | None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 from os import PathLike
 from typing import Any
 
@@ -16,8 +17,9 @@ from fshard.checkpoint.exchange import Exchange
 from fshard.checkpoint.reader import CheckpointReader
 from fshard.errors import expect
 from fshard.mesh import Mesh
-from fshard.tree import MASK, Flat, Mask, Tree, is_mask, matches
-from fshard.tree.checks import check_matches, describe
+from fshard.shard import choose_leaves
+from fshard.tree import Mask, Tree
+from fshard.tree.checks import describe
 
 LABEL = "checkpoint.restore"
 
@@ -128,7 +130,10 @@ def select(
     flat = exchange.flat(like, needs_values=False)
     # The path of a tree that is one leaf is that of the subtree.
     paths = [subtree if subtree and path == "(root)" else subtree + path for path in flat.paths]
-    leaves = _choose_leaves(only, flat, paths)
+    # By their paths in the checkpoint.
+    leaves = dict(zip(paths, flat.leaves, strict=True))
+    if only is not None:
+        leaves = dict(compress(leaves.items(), choose_leaves(LABEL, "only", only, flat)))
 
     def fill(manifest: files.Manifest, read_chunk: ReadChunk) -> Tree:
         entries = {}
@@ -140,20 +145,6 @@ def select(
         return flat.unflatten([results.get(path, leaf) for path, leaf in zip(paths, flat.leaves, strict=True)])
 
     return fill
-
-
-def _choose_leaves(only: Mask | None, flat: Flat, paths: Sequence[str]) -> dict[str, Any]:
-    """Return the leaves to read, by their paths in the checkpoint."""
-    leaves = dict(zip(paths, flat.leaves, strict=True))
-    if only is None:
-        return leaves
-    expect(is_mask(only), LABEL, f"only to be {MASK}", describe(only))
-    check_matches(LABEL, [only], flat.names, flat.leaves)
-    chosen = {}
-    for name, path, leaf in zip(flat.names, paths, flat.leaves, strict=True):
-        if matches(only, name, leaf):
-            chosen[path] = leaf
-    return chosen
 
 
 def _is_under(path: str, subtree: str) -> bool:
