@@ -292,7 +292,7 @@ def _merge_json(merge: Callable[[Any, Any], Any], known: bytes, other: bytes) ->
     return json.dumps(merge(json.loads(known), json.loads(other))).encode()
 
 
-def join_flags(flags: Sequence[bool], axes: Sequence[Axis], label: Label) -> list[bool]:
+def join_flags(flags: Sequence[bool], axes: Sequence[Axis], label: Caller) -> list[bool]:
     """Find out which flags are set on any rank of some axes.
 
     Args:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
+from itertools import compress
 from typing import Any
 
 import torch
@@ -126,12 +127,10 @@ def _check_agreement(facts: Mapping[str, str], axes: Sequence[Axis], misfits: Se
 
 def _find_undrawn(params: Iterable[str], shards: Mapping[str, Sharded], axes: Sequence[Axis]) -> list[Problem]:
     """List the parameters with elements that were not drawn, of which each rank sees those in its own shard."""
-    is_missing_by_rank = comm.all_gather_object([name not in shards for name in params], axes, "shard")
+    flags = comm.join_flags([name not in shards for name in params], axes, "shard")
     problems = []
-    for name, is_missing in zip(params, zip(*is_missing_by_rank, strict=True), strict=True):
-        if any(is_missing):
-            got = "elements left out by reset_parameters"
-            problems.append(Problem(f"[{name!r}]", got=got, expected="a value for each"))
+    for name in compress(params, flags):
+        problems.append(Problem(f"[{name!r}]", "elements left out by reset_parameters", "a value for each"))
     return problems
 
 
