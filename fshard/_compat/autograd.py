@@ -287,17 +287,16 @@ def copied_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def divide_in_place(tensors: Sequence[torch.Tensor], divisor: Any) -> None:
-    """Divide tensors by a number or a scalar tensor; those that make up one buffer as that one tensor.
-
-    Checked on 2.13.
-    """
-    divided = list(tensors)
-    base = tensors[0]._base
-    if base is not None and all(tensor._base is base and tensor.dtype is base.dtype for tensor in tensors):
-        is_whole = base.numel() == sum(map(torch.Tensor.numel, tensors))
-        divided = [base] if is_whole else divided
+    """Divide tensors by a number or a scalar tensor; if they make up buffers, as these. Checked on 2.13."""
+    buffers = {}
+    for tensor in tensors:
+        buffer = tensor if tensor._base is None else tensor._base
+        buffers[id(buffer)] = buffer
+    wholes = list(buffers.values())
+    has_all_parts = sum(map(torch.Tensor.numel, wholes)) == sum(map(torch.Tensor.numel, tensors))
+    has_their_dtypes = {whole.dtype for whole in wholes} == {tensor.dtype for tensor in tensors}
     # An accelerator divides all of them by one kernel.
-    torch._foreach_div_(divided, divisor)
+    torch._foreach_div_(wholes if has_all_parts and has_their_dtypes else list(tensors), divisor)
 
 
 @outside_selective_checkpoint
