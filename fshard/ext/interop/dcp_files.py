@@ -4,7 +4,7 @@ Leaves are handed over as boxes of elements, without a copy. DTensor would not d
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import api, default_planner, filesystem, metadata, planner, state_dict_saver
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 import fshard as fs
 from fshard.checkpoint import CheckpointError
@@ -62,36 +61,33 @@ def read_contents(directory: Path) -> tuple[dict[str, Entry], dict[str, Callable
         reader.set_up_storage_reader(contents, is_coordinator=True)
         for key, stored in contents.state_dict_metadata.items():
             if not isinstance(stored, metadata.TensorStorageMetadata):
-                values[key] = partial(_read_value, reader, key)
+                values[key] = partial(_read, reader, contents, key, None)
                 continue
             elements = sum(chunk.sizes.numel() for chunk in stored.chunks)
             # Elements that are in no file would have the values that memory had before.
             if elements != stored.size.numel():
                 raise ValueError(f"the chunks of {key} do not cover it")
-            read = partial(_read_box, reader, key, stored)
+            read = partial(_read_box, reader, contents, key)
             entries[key] = Entry(stored.properties.dtype, tuple(stored.size), read)
     return entries, values
 
 
-def _read_box(reader: Any, key: str, stored: metadata.TensorStorageMetadata, box: tuple[slice, ...]) -> torch.Tensor:
-    offset = torch.Size([part.start for part in box])
-    shape = torch.Size([part.stop - part.start for part in box])
-    chunk = metadata.ChunkStorageMetadata(offset, shape)
+def _read_box(reader: Any, contents: metadata.Metadata, key: str, box: tuple[slice, ...]) -> torch.Tensor:
+    stored: Any = contents.state_dict_metadata[key]
+    offsets = [part.start for part in box]
+    shape = [part.stop - part.start for part in box]
     tensor = torch.empty(shape, dtype=stored.properties.dtype, device="cpu")
-    with _name_damage(reader.path, key):
-        items = create_read_items_for_chunk_list(key, stored, [chunk])
-        reader.read_data(planner.LoadPlan(items), _LoadPlanner(tensor)).wait()
+    _read(reader, contents, key, _hand_over(offsets, tensor, stored.size))
     return tensor
 
 
-def _read_value(reader: Any, key: str) -> Any:
-    index = metadata.MetadataIndex(key)
-    nothing = torch.Size((0,))
-    item = planner.ReadItem(planner.LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
-    load_planner = _LoadPlanner()
+def _read(reader: Any, contents: metadata.Metadata, key: str, target: Any) -> Any:
+    """Read what a checkpoint has under a key: into a box, or a value that is no tensor."""
+    load_planner = default_planner.DefaultLoadPlanner(flatten_state_dict=False)
     with _name_damage(reader.path, key):
-        reader.read_data(planner.LoadPlan([item]), load_planner).wait()
-    return load_planner.value
+        load_planner.set_up_planner({key: target}, contents)
+        reader.read_data(load_planner.create_local_plan(), load_planner).wait()
+    return load_planner.state_dict[key]
 
 
 @contextmanager
@@ -106,46 +102,48 @@ def _name_damage(*place: object) -> Iterator[None]:
         raise CheckpointError(": ".join(map(str, parts))) from error
 
 
-class _LoadPlanner(default_planner.DefaultLoadPlanner):
-    """Reads into the memory of a tensor, and keeps a value that is no tensor."""
-
-    def __init__(self, tensor: torch.Tensor | None = None) -> None:
-        super().__init__()
-        self.tensor = tensor
-        self.value: Any = None
-
-    def lookup_tensor(self, index: metadata.MetadataIndex) -> Any:
-        return self.tensor
-
-    def load_bytes(self, read_item: planner.ReadItem, value: Any) -> None:
-        self.value = torch.load(value, weights_only=True)
-
-
 class _StoredBox(torch.Tensor):
-    """This rank's box of a leaf, which torch asks for what it writes of it, as of a DTensor. Checked on 2.13."""
+    """A box of a leaf, which torch asks for what it writes or reads of the leaf, as of a DTensor. Checked on 2.13.
 
-    box: Any
+    Attributes:
+        offsets: Where it starts along each dim of the leaf.
+        local: Its elements.
+        full_shape: The leaf's global shape.
+    """
+
+    offsets: torch.Size
+    local: torch.Tensor
+    full_shape: torch.Size
+
+    def size(self, *_: Any) -> Any:
+        return self.full_shape
+
+    def __create_chunk_list__(self) -> list[metadata.ChunkStorageMetadata]:
+        return [metadata.ChunkStorageMetadata(self.offsets, self.local.shape)]
 
     def __create_write_items__(self, key: str, _: Any) -> list[planner.WriteItem]:
-        box = self.box
         # A rank without elements writes nothing, unless no rank has any.
-        if not box.tensor.numel() and 0 not in box.full_shape:
+        if not self.local.numel() and 0 not in self.full_shape:
             return []
-        chunk = metadata.ChunkStorageMetadata(torch.Size(box.offsets), box.tensor.shape)
-        properties = metadata.TensorProperties.create_from_tensor(box.tensor)
-        data = planner.TensorWriteData(chunk, properties, torch.Size(box.full_shape))
+        (chunk,) = self.__create_chunk_list__()
+        properties = metadata.TensorProperties.create_from_tensor(self.local)
+        data = planner.TensorWriteData(chunk, properties, self.full_shape)
         index = metadata.MetadataIndex(key, chunk.offsets)
         return [planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data)]
 
     def __get_tensor_shard__(self, _: Any) -> torch.Tensor:
-        tensor: torch.Tensor = self.box.tensor
-        return tensor
+        return self.local
+
+
+def _hand_over(offsets: Sequence[int], local: torch.Tensor, full_shape: Sequence[int]) -> _StoredBox:
+    stored = local.as_subclass(_StoredBox)
+    stored.offsets = torch.Size(offsets)
+    stored.local = local
+    stored.full_shape = torch.Size(full_shape)
+    return stored
 
 
 def _store(leaf: Any) -> Any:
     if not isinstance(leaf, fs.Sharded | torch.Tensor):
         return leaf
-    box = local_box(leaf)
-    stored = box.tensor.detach().as_subclass(_StoredBox)
-    stored.box = box
-    return stored
+    return _hand_over(*local_box(leaf))
