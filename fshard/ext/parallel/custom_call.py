@@ -12,8 +12,8 @@ from fshard.extend import Variance, annotate_collectives, any_dual, record_on_ta
 
 Tensors = Sequence[torch.Tensor]
 # Maps tensors to outputs, and to what the backward needs: of these it gets the cotangents of the tensors.
-Forward = Callable[[Tensors], tuple[Tensors, Tensors]]
-Backward = Callable[[Tensors, Tensors], Sequence[torch.Tensor | None]]
+Forward = Callable[[Tensors], tuple[Tensors, Sequence[torch.Tensor | None]]]
+Backward = Callable[[Any, Tensors], Sequence[torch.Tensor | None]]
 
 
 class _CustomCall(Function):
@@ -52,8 +52,8 @@ def custom_call(
     Operands and outputs vary between the ranks of the axis, as `fs.check` knows.
 
     Args:
-        forward: Maps the tensors to outputs, which are new, and to what is saved for the backward: inputs, outputs or
-            others.
+        forward: Maps the tensors to outputs, which are new, and to what is saved for the backward: inputs, outputs,
+            others, or None.
         backward: Maps what was saved, and cotangents of the outputs, to cotangents of the tensors; None for zeros.
         tensors: The operands, floating.
         api_name: The function's name, with all arguments that must be equal on every rank.
@@ -76,7 +76,7 @@ def custom_call(
                 f"torch.func, in a jvp or in a second derivative{remedy and '; '}{remedy}"
             )
 
-    def run_backward(saved: Tensors, grads: Tensors) -> Sequence[torch.Tensor | None]:
+    def run_backward(saved: Any, grads: Tensors) -> Sequence[torch.Tensor | None]:
         refuse_if(torch.is_grad_enabled() or transforms_active())
         return backward(saved, grads)
 

@@ -32,6 +32,8 @@ SCHEDULES = ("gpipe", "1f1b")
 REDUCTIONS = ("mean", "sum", "weighted")
 
 Tensors = Sequence[torch.Tensor]
+# By the leaf; None for one that has none.
+Gradients = list[torch.Tensor | None]
 
 
 class Op(NamedTuple):
@@ -343,27 +345,19 @@ class _PipelineCall:
         arguments = self.arguments
         tensors = [self.leaves[i] for i in self.floating]
         differentiates = any(map(is_differentiated, tensors))
-        # The places of the tensors that have a gradient.
-        with_grad: list[int] = []
 
-        def forward(_: Tensors) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        def forward(_: Tensors) -> tuple[Tensors, Gradients]:
             run = _Run(self, differentiates)
             sums = run.all_ticks()
-            grads = []
-            with_grad.clear()
-            for place, i in enumerate(self.floating):
+            grads: Gradients = []
+            for i in self.floating:
                 total = run.gradients[i]
-                if total is not None:
-                    with_grad.append(place)
-                    grads.append(total.to(self.leaves[i].dtype))
+                grads.append(None if total is None else total.to(self.leaves[i].dtype))
             return sums, grads
 
-        def backward(saved: Tensors, cotangents: Tensors) -> list[torch.Tensor | None]:
-            scaled: list[torch.Tensor | None] = [None] * len(tensors)
-            for place, grad in zip(with_grad, saved, strict=True):
-                # In place, because there may be no memory for a copy. Autograd refuses to use them again.
-                scaled[place] = grad.mul_(cotangents[0])
-            return scaled
+        def backward(grads: Gradients, cotangents: Tensors) -> Gradients:
+            # In place, because there may be no memory for a copy. Autograd refuses to use them again.
+            return [None if grad is None else grad.mul_(cotangents[0]) for grad in grads]
 
         api_name = f"{arguments.schedule} pipeline of {arguments.microbatches} microbatches"
         return custom_call(forward, backward, tensors, api_name, arguments.axis, remedy='use schedule="gpipe"')
@@ -410,7 +404,7 @@ class _Run:
         self._in_flight: deque[Callable[[], Any]] = deque()
         # The leaves at which the graphs of microbatches end.
         self._leaves = [leaf.detach().requires_grad_(differentiates and leaf.requires_grad) for leaf in call.leaves]
-        self.gradients: list[torch.Tensor | None] = [None] * len(call.leaves)
+        self.gradients: Gradients = [None] * len(call.leaves)
 
     def all_ticks(self) -> list[torch.Tensor]:
         """Run all ticks.
