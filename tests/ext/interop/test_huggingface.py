@@ -224,7 +224,7 @@ def test_damaged_checksums_are_named(tmp_path):
     for damaged in ("{", "[]", '{"a": [[1]]}', '{"a": 1}', '{"a": [[["0", 0], [5, 3], 1]]}', '{"a": [[0, 4, 5]]}'):
         (tmp_path / CHECKSUMS).write_text(damaged)
         assert unreadable in refused_read(tmp_path)
-    incomplete = {}, {"a": []}, {"a": [[[0, 0], [4, 3], 1]]}
+    incomplete = {}, {"a": []}, {"a": [[[1, 0], [4, 3], 1]]}
     misplaced = {"a": [[[9, 0], [5, 3], 1]]}, {"a": [[[0, 0, 0], [5, 3, 1], 1]]}, {"a": [[[0, 0], [-5, -3], 1]]}
     for boxes in (*incomplete, *misplaced):
         (tmp_path / CHECKSUMS).write_text(json.dumps(boxes))
