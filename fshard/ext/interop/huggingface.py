@@ -1,8 +1,6 @@
 """To and from safetensors as Hugging Face lays them out: one file, or several with an index."""
 
 import json
-import os
-import stat
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -292,8 +290,10 @@ def _make_index(files: Mapping[str, TensorKinds]) -> str:
 
 def _open(directory: Path, stack: ExitStack) -> dict[str, Entry]:
     """List the tensors of a model's files, by name."""
-    main_file = _find_main_file(directory)
-    weight_map = _read_weight_map(main_file) if main_file.suffix == ".json" else {}
+    # A pipe is no regular file. Links are followed: the cache of huggingface_hub is made of them.
+    names = sorted(path.name for path in directory.iterdir() if path.is_file())
+    main_file = _find_main_file(directory, names)
+    weight_map = _read_weight_map(main_file, names) if main_file.suffix == ".json" else {}
     files = list(dict.fromkeys(weight_map.values())) or [main_file.name]
     boxes = shared_files.read_checksums(directory)
     entries: dict[str, Entry] = {}
@@ -310,9 +310,8 @@ def _open(directory: Path, stack: ExitStack) -> dict[str, Entry]:
     return entries
 
 
-def _find_main_file(directory: Path) -> Path:
+def _find_main_file(directory: Path, names: Sequence[str]) -> Path:
     """Find the one file of weights or their index, as transformers does; other libraries have other names for it."""
-    names = sorted(os.listdir(directory))
     candidates = [name for name in (SINGLE, INDEX) if name in names][:1]
     for ending in (".safetensors.index.json", ".safetensors"):
         candidates = candidates or [name for name in names if name.endswith(ending)]
@@ -323,9 +322,8 @@ def _find_main_file(directory: Path) -> Path:
     return directory / candidates[0]
 
 
-def _read_weight_map(path: Path) -> dict[str, str]:
-    """Read which file each tensor is in."""
-    _check_regular(path)
+def _read_weight_map(path: Path, names: Sequence[str]) -> dict[str, str]:
+    """Read which of the files beside an index each tensor is in."""
     try:
         weight_map = json.loads(path.read_bytes())["weight_map"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -333,15 +331,13 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     if not (isinstance(weight_map, dict) and weight_map):
         raise CheckpointError(f"{path} has no map from tensors to files")
     for name, file in weight_map.items():
-        is_name = isinstance(file, str) and file == os.path.basename(file) and file.isprintable()
-        if not (is_name and file.endswith(".safetensors")):
+        if file not in names or not file.endswith(".safetensors"):
             raise CheckpointError(f"{path} names {file!r} for {name}, which is no .safetensors file beside it")
     return dict(weight_map)
 
 
 def _open_file(path: Path, boxes: WrittenBoxes | None, stack: ExitStack) -> dict[str, Entry]:
     """List the tensors of one file, by name."""
-    _check_regular(path)
     entries = {}
     try:
         file = stack.enter_context(safe_open(path, framework="pt"))
@@ -357,9 +353,3 @@ def _open_file(path: Path, boxes: WrittenBoxes | None, stack: ExitStack) -> dict
         # torch has no dtypes of less than a byte.
         raise CheckpointError(f"{path}: {error}") from None
     return entries
-
-
-def _check_regular(path: Path) -> None:
-    # Links are followed: the cache of huggingface_hub is made of them.
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise CheckpointError(f"{path} is no regular file")

@@ -283,10 +283,10 @@ DAMAGES = (
     ),
     (f"{INDEX} names '\\ud800.saf", lambda directory: layout(directory, PARTS, weight_map={"a": "\ud800.safetensors"})),
     (f"{FIRST}: shape '[16]' is invalid", lambda directory: (directory / FIRST).write_bytes(half_bytes())),
-    (f"{FIRST}: No such file", lambda directory: (directory / FIRST).unlink()),
+    (f"names '{FIRST}' for a, which is no", lambda directory: (directory / FIRST).unlink()),
     (f"{FIRST}: ", lambda directory: (directory / FIRST).write_bytes(b"x" * 4)),
     (f"{FIRST}: ", lambda directory: os.truncate(directory / FIRST, (directory / FIRST).stat().st_size - 1)),
-    (f"{FIRST} is no regular file", make_first_a_pipe),
+    (f"names '{FIRST}' for a, which is no", make_first_a_pipe),
     ("or one file of weights, got model-00001", lambda directory: (directory / INDEX).rename(directory / "notes.txt")),
 )
 
