@@ -171,18 +171,18 @@ def load_dcp(
         path = exchange.path("directory", directory)
         _check_trust(path, trusted)
         entries, values = dcp_files.read_contents(path)
-    state_key = _join(optimizer_key, "state")
-    others = {key: entry for key, entry in entries.items() if not key.startswith(f"{state_key}.")}
+    prefix = _prefix(optimizer_key)
+    others = {key: entry for key, entry in entries.items() if not key.startswith(f"{prefix}state.")}
     leaves = _model_leaves(exchange, like, needs_values=False)
-    weights = _entries_under(model_key, others, leaves, exchange.label, "model_key")
+    weights = _entries_under(_prefix(model_key), others, leaves, exchange.label, "model_key")
     filled = exchange.fill(_rename(exchange.first, weights), leaves)
     if not hasattr(like, "opt_state"):
         return exchange.with_leaves(like, filled)
     slot_leaves = states.collect_slots(exchange, like.opt_state)
-    stored = _entries_under(state_key, entries, slot_leaves, exchange.label, "optimizer_key")
+    stored = _entries_under(f"{prefix}state.", entries, slot_leaves, exchange.label, "optimizer_key")
     slots = _rename(slot_leaves, stored)
     with exchange.raise_on_all_ranks(directory):
-        hypers = _read_hypers(values, _join(optimizer_key, "param_groups"), like.opt_state)
+        hypers = _read_hypers(values, f"{prefix}param_groups.", like.opt_state)
     opt_state = states.rebuild_state(exchange, like.opt_state, slots, _rename(exchange.first, hypers), updates)
     counts = [int(state.updates) for state in states.list_states(opt_state)]
     return like._replace(
@@ -202,8 +202,8 @@ def _read_hypers(values: Mapping[str, Callable[[], Any]], prefix: str, opt_state
     groups: dict[str, dict[str, Any]] = {}
     for key, read in values.items():
         group, _, name = key.rpartition(".")
-        if group.startswith(f"{prefix}."):
-            hyper = groups.setdefault(group.removeprefix(f"{prefix}."), {})
+        if group.startswith(prefix):
+            hyper = groups.setdefault(group.removeprefix(prefix), {})
             if name in injected or name == "params":
                 hyper[name] = read()
     hypers: dict[str, dict[str, Any]] = {}
@@ -225,21 +225,24 @@ def _name_of_fsdp2(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
+def _prefix(key: str) -> str:
+    """Return what the names of entries under a key begin with."""
+    return f"{key}." if key else ""
+
+
 def _entries_under(
-    key: str, entries: Mapping[str, Entry], names: Iterable[str], label: str, argument: str
+    prefix: str, entries: Mapping[str, Entry], names: Iterable[str], label: str, argument: str
 ) -> dict[str, Entry]:
-    """Take the entries under a key. If there are none, say under which keys the checkpoint has one of these names."""
-    prefix = f"{key}." if key else ""
+    """Take the entries under a prefix. If there are none, say where else the checkpoint has one of these names."""
     taken = {name.removeprefix(prefix): entry for name, entry in entries.items() if name.startswith(prefix)}
-    ending = "." + _name_of_fsdp2(min(names, default=""))
-    if taken or ending == ".":
+    name = _name_of_fsdp2(min(names, default=""))
+    if taken or not name:
         return taken
-    keys = {f".{name}".removesuffix(ending) for name in entries if f".{name}".endswith(ending)}
-    texts = [repr(other.removesuffix(".state").removeprefix(".")) for other in sorted(keys)]
-    places = ", ".join(texts) or "no key"
+    others = [other for other in sorted(entries) if f".{other}".endswith(f".{name}")]
+    places = " and ".join(others) or "nothing"
     raise ValueError(
-        f"{label}: the checkpoint has {ending[1:]} under {places}, and nothing under {key!r}. Pass its key as "
-        f'{argument}=, which is "" for the top.'
+        f"{label}: expected {prefix}{name} in the checkpoint, got {places}. Pass its key as {argument}=, which is "
+        '"" for the top.'
     )
 
 
@@ -247,10 +250,6 @@ def _rename(names: Iterable[str], entries: Mapping[str, Value]) -> dict[str, Val
     """Give entries that FSDP2 named the names that they have here."""
     by_key = {_name_of_fsdp2(name): name for name in names}
     return {by_key.get(key, key): entry for key, entry in entries.items()}
-
-
-def _join(*path: str | int) -> str:
-    return ".".join(str(part) for part in path if part != "")
 
 
 def _find_dict(state_dict: StateDict, key: str) -> StateDict:

@@ -199,17 +199,17 @@ def test_other_keys(tmp_path):
     save_dcp(tmp_path / "state", state, module=module, optimizer=torch.optim.AdamW(module.parameters()), **keys)
     assert_same_bits(load_dcp(tmp_path / "state", adam_state(), trusted=True, **keys), state)
     assert load_refusal(tmp_path / "state", W) == (
-        "checkpoint.load_dcp: the checkpoint has w under 'app.model', and nothing under 'model'. Pass its key as "
-        'model_key=, which is "" for the top.'
+        "checkpoint.load_dcp: expected model.w in the checkpoint, got app.model.w. Pass its key as model_key=, "
+        'which is "" for the top.'
     )
     assert load_refusal(tmp_path / "state", adam_state(), model_key="app.model") == (
-        "checkpoint.load_dcp: the checkpoint has w.exp_avg under 'app.adam', and nothing under 'optim.state'. Pass its "
+        "checkpoint.load_dcp: expected optim.state.w.exp_avg in the checkpoint, got app.adam.state.w.exp_avg. Pass its "
         'key as optimizer_key=, which is "" for the top.'
     )
     text = load_refusal(tmp_path / "flat", W)
-    assert text.startswith("checkpoint.load_dcp: the checkpoint has w under '', and nothing under 'model'.")
+    assert text.startswith("checkpoint.load_dcp: expected model.w in the checkpoint, got w. Pass")
     text = load_refusal(tmp_path / "flat", {"v": torch.ones(3)})
-    assert text.startswith("checkpoint.load_dcp: the checkpoint has v under no key, and nothing under 'model'.")
+    assert text.startswith("checkpoint.load_dcp: expected model.v in the checkpoint, got nothing. Pass")
 
 
 def test_a_state_is_saved_with_its_module_and_optimizer(tmp_path):
