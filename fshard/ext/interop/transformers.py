@@ -52,17 +52,15 @@ class PlannedTensor(torch.Tensor):
         out = super().__torch_function__(func, types, args, kwargs)
         if func is torch.Tensor.contiguous and out is args[0]:
             return out
-        has_several = isinstance(out, tuple | list)
-        results = out if has_several else [out]
+        results = fs.tree_leaves(out)
         operands = [leaf for leaf in fs.tree_leaves((args, kwargs)) if isinstance(leaf, PlannedTensor)]
         written = set(map(id, operands)).intersection(map(id, results))
         if out is None or written:
             name = getattr(func, "__name__", func)
             raise CheckpointError(f"{name} writes to a weight, and fshard reads weights only after their conversion")
         sources = [operand.sources for operand in operands]
-        for index, result in enumerate(results):
+        for position, result in enumerate(results):
             if isinstance(result, PlannedTensor):
-                position = index if has_several else None
                 result.read = partial(_read_result, func, args, kwargs, position)
                 result.sources = frozenset().union(*sources)
         return out
@@ -72,17 +70,14 @@ class PlannedTensor(torch.Tensor):
         return self.read(tuple(slice(0, size) for size in self.shape))
 
 
-def _read_result(func: Any, args: Any, kwargs: Any, position: int | None, box: Box) -> torch.Tensor:
-    """Read a box of the result of a function, or of the result at a position if the function has several."""
+def _read_result(func: Any, args: Any, kwargs: Any, position: int, box: Box) -> torch.Tensor:
+    """Read a box of one of the results of a function."""
     if func is torch.stack:
         return _read_stack(box, *args, **kwargs)
     if func is torch.cat:
         return _read_cat(box, *args, **kwargs)
     args, kwargs = fs.tree_map(_value_of, (args, kwargs))
-    result = func(*args, **kwargs)
-    if position is not None:
-        result = result[position]
-    whole: torch.Tensor = result
+    whole: torch.Tensor = fs.tree_leaves(func(*args, **kwargs))[position]
     return whole[box]
 
 
