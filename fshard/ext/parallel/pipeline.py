@@ -351,7 +351,7 @@ class _PipelineCall:
             sums = run.all_ticks()
             grads: Gradients = []
             for i in self.floating:
-                total = run.gradients[i]
+                total = run.gradients.get(i)
                 grads.append(None if total is None else total.to(self.leaves[i].dtype))
             return sums, grads
 
@@ -386,7 +386,7 @@ class _Run:
     """All ticks of one rank.
 
     Attributes:
-        gradients: For each leaf the sum of its gradients so far; None for a leaf that has none.
+        gradients: The sum of gradients so far, by the number of the leaf; a leaf may have none.
     """
 
     def __init__(self, call: _PipelineCall, differentiates: bool) -> None:
@@ -402,9 +402,13 @@ class _Run:
         # By the op that takes it, a function that waits for a message.
         self._inbox: dict[Op, Callable[[], torch.Tensor]] = {}
         self._in_flight: deque[Callable[[], Any]] = deque()
-        # The leaves at which the graphs of microbatches end.
-        self._leaves = [leaf.detach().requires_grad_(differentiates and leaf.requires_grad) for leaf in call.leaves]
-        self.gradients: Gradients = [None] * len(call.leaves)
+        self._leaves = list(call.leaves)
+        # The leaves at which the graphs of microbatches end, by their numbers.
+        self._trained: dict[int, torch.Tensor] = {}
+        for i in call.floating:
+            if differentiates and call.leaves[i].requires_grad:
+                self._leaves[i] = self._trained[i] = call.leaves[i].detach().requires_grad_()
+        self.gradients: dict[int, torch.Tensor] = {}
 
     def all_ticks(self) -> list[torch.Tensor]:
         """Run all ticks.
@@ -455,7 +459,7 @@ class _Run:
             if op.microbatch == 0:
                 expected = "stages that only compute with params and h"
                 remedy = 'pass it in params, or use schedule="gpipe"'
-                _compat.list_graph("pipeline", results[0], [*self._leaves, *sources], expected, remedy)
+                _compat.list_graph("pipeline", results[0], [*self._trained.values(), *sources], expected, remedy)
         return results
 
     def _run_backward(self, op: Op) -> torch.Tensor | None:
@@ -466,8 +470,7 @@ class _Run:
             cotangent = torch.ones_like(live.out)
         else:
             cotangent = self._inbox.pop(op)()
-        trained = [i for i, leaf in enumerate(self._leaves) if leaf.requires_grad]
-        inputs = [*(self._leaves[i] for i in trained), *live.sources]
+        inputs = [*self._trained.values(), *live.sources]
         outputs = [token for token in live.tokens if token.requires_grad]
         cotangents = list(map(torch.zeros_like, outputs))
         if live.out.requires_grad:
@@ -476,11 +479,11 @@ class _Run:
         grads: Sequence[torch.Tensor | None] = [None] * len(inputs)
         if outputs and inputs:
             grads = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
-        for i, grad in zip(trained, grads, strict=False):
+        for i, grad in zip(self._trained, grads, strict=False):
             if grad is None:
                 continue
             spec = call.specs[i]
-            before = self.gradients[i]
+            before = self.gradients.get(i)
             dtype = sum_dtype(spec, grad.dtype) if spec else grad.dtype
             # A copy, because the sum is scaled in place, and leaves may share the memory of a gradient.
             self.gradients[i] = grad.to(dtype, copy=True) if before is None else before + grad.to(dtype)

@@ -115,7 +115,7 @@ def test_equals_dense(sizes):
 
 @on_ranks(4)
 def test_weighted_losses_and_tied_leaves():
-    """Microbatches count by their tokens; the head is the embedding; a frozen leaf has no gradient."""
+    """Microbatches count by their tokens; the head is the embedding; a frozen leaf has no gradient, nor has None."""
 
     def tied_last(p, h, y):
         """Without the tokens 0, of which microbatches have different numbers."""
@@ -132,8 +132,8 @@ def test_weighted_losses_and_tied_leaves():
         loss, grads = fs.value_and_grad(f, reduce="weighted")(params, *data)
         assert_near((fs.unshard(grads), loss), expected)
         params, data, f = setting((2, 2), schedule, frozen=("*up", "embed"))
-        _, grads = fs.value_and_grad(f)(params, *data)
-        assert grads["embed"] is grads["layers"]["up"] is None
+        _, grads = fs.value_and_grad(f)(params | {"absent": None}, *data)
+        assert grads["absent"] is grads["embed"] is grads["layers"]["up"] is None
         assert_near(fs.unshard(grads["layers"]["down"]), dense()[0]["layers"]["down"])
 
 
