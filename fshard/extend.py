@@ -41,6 +41,7 @@
 - `fake_process_groups`: lets there be process groups that cannot communicate, for traces.
 - `files`: the format of the files of a checkpoint: manifests, digests, and where chunks begin.
 - `FINITE`: a `Range`: any finite number.
+- `FLOATING`: a `Range`: a dtype of floating numbers, or None.
 - `find_lifetimes`: when a graph's memory is taken and freed.
 - `find_machine`: which machine this is, since it booted.
 - `find_misfits`: finds the leaves, and the results of collectives, that a graph uses as what they are not.
@@ -93,6 +94,7 @@
 - `no_updates`: a count of no updates for each leaf that takes a gradient.
 - `NODE_OBSERVER`: set by `setting` to a function, it is called with the nodes that each operator of a trace adds.
 - `NOT_NEGATIVE`: a `Range`: 0 or more, and finite.
+- `NUMBER`: a `Range`: a whole number, 1 or more.
 - `OBSERVED`: set to a function by `setting`, it lets that see the functions of each differentiation before they run.
 - `open_regular`: opens a file for reading, and refuses a link or a pipe.
 - `padded`: this rank's elements of a leaf with the padding of its shard.
@@ -253,8 +255,10 @@ from fshard.tree import (
 from fshard.tree.checks import (
     COUNT,
     FINITE,
+    FLOATING,
     FRACTION,
     NOT_NEGATIVE,
+    NUMBER,
     POSITIVE,
     Range,
     check_arguments,
@@ -283,10 +287,12 @@ __all__ = [
     "BITS",
     "COUNT",
     "FINITE",
+    "FLOATING",
     "FRACTION",
     "MASK",
     "NODE_OBSERVER",
     "NOT_NEGATIVE",
+    "NUMBER",
     "OBSERVED",
     "POSITIVE",
     "Box",

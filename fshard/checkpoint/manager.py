@@ -11,7 +11,7 @@ from fshard.checkpoint.errors import CheckpointError
 from fshard.checkpoint.exchange import Exchange
 from fshard.checkpoint.files import Manifest
 from fshard.checkpoint.restore import LABEL, ReadChunk, latest_step, restore, select
-from fshard.checkpoint.save import NUMBER, read_step, save
+from fshard.checkpoint.save import read_step, save
 from fshard.checkpoint.saving import Saving
 from fshard.checkpoint.unfinished import complete_leftovers
 from fshard.comm import setting
@@ -19,7 +19,7 @@ from fshard.errors import expect
 from fshard.init import SKIP_DRAWING
 from fshard.mesh import Mesh
 from fshard.tree import Tree
-from fshard.tree.checks import check_arguments, check_flags, describe
+from fshard.tree.checks import NUMBER, check_arguments, check_flags, describe
 
 find_in_extensions = lazy_names.make_getattr("fshard.checkpoint.manager")
 

@@ -20,10 +20,9 @@ from fshard.checkpoint.unfinished import Unfinished, complete_leftovers
 from fshard.errors import expect, refuse
 from fshard.mesh import Mesh
 from fshard.tree import Tree, flatten, tensor_of
-from fshard.tree.checks import Range, check_arguments, check_flags, describe, refuse_donated
+from fshard.tree.checks import NUMBER, check_arguments, check_flags, describe, refuse_donated
 
 LABEL = "checkpoint.save"
-NUMBER = Range("a whole number from 1", lambda number: type(number) is int and number > 0)
 # Python reads whole numbers below it, unless a program asks for more.
 INT_LIMIT = 10**4300
 

@@ -20,7 +20,7 @@ from fshard.ext.interop.export import new_files
 from fshard.ext.interop.module_exchange import ModuleExchange
 from fshard.ext.interop.shared_files import CHECKSUMS, Part, TensorKind, TensorKinds, WrittenBoxes
 from fshard.ext.interop.transformers import PlannedTensor, from_files, is_pretrained, plan_leaf, to_files
-from fshard.extend import Entry, Problem, describe, expect, local_box, refuse
+from fshard.extend import FLOATING, NUMBER, Entry, Problem, check_arguments, describe, expect, local_box, refuse
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The entry of a file's header that is no tensor.
@@ -81,7 +81,8 @@ def save_huggingface(
     leaves = {name: leaf for name, leaf in given.items() if exchange.saved_as(name)}
     full: dict[str, torch.Tensor] = {}
     with exchange.raise_on_all_ranks():
-        _check_options(exchange.label, dtype, max_file_bytes)
+        check_arguments(exchange.label, NUMBER, max_file_bytes=max_file_bytes)
+        check_arguments(exchange.label, FLOATING, dtype=dtype)
         _check_complete(exchange, leaves)
         if names is None and is_pretrained(module):
             tensors = to_files(exchange, leaves, module, full)
@@ -175,13 +176,6 @@ def load_huggingface(
                 raise ValueError(f"{exchange.label}: none of the leaves is in the files; {remedy}")
         filled = exchange.fill(entries, leaves, cast, optional)
     return exchange.with_leaves(like, filled)
-
-
-def _check_options(label: str, dtype: Any, max_file_bytes: Any) -> None:
-    is_number = type(max_file_bytes) is int and max_file_bytes > 0
-    expect(is_number, label, "max_file_bytes to be a whole number from 1", repr(max_file_bytes))
-    is_floating = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
-    expect(is_floating, label, "dtype to be one of floating numbers, or None", f"{dtype!r:.40}")
 
 
 def _check_complete(exchange: ModuleExchange, leaves: Mapping[str, Any]) -> None:

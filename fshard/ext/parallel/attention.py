@@ -21,12 +21,16 @@ import torch
 import fshard as fs
 from fshard.ext import _compat
 from fshard.ext.parallel.custom_call import custom_call
-from fshard.extend import check_axis, check_flags, describe, expect
+from fshard.extend import Range, check_arguments, check_axis, check_flags, describe, expect
 
 Tensors = Sequence[torch.Tensor]
 
 # Without a fused kernel scores are computed for so many queries at a time, so that memory stays linear in time.
 ROWS = 512
+
+# For other scales torch's kernels return NaN where they mask.
+SCALE = Range("a finite number above 0", lambda value: isinstance(value, int | float) and 0 < value < math.inf)
+ORDER = Range('"contiguous" or "zigzag"', lambda value: value in ("contiguous", "zigzag"))
 
 
 class Attended(NamedTuple):
@@ -86,15 +90,12 @@ def ring_attention(
     api_name = "ring_attention"
     check_axis(api_name, axis)
     check_flags(api_name, is_causal=is_causal)
-    _check_order(api_name, order)
+    check_arguments(api_name, ORDER, order=order)
     _check_tensors(api_name, q, k, v)
     time, head_dim = q.shape[2:]
     if scale is None:
         scale = 1 / math.sqrt(head_dim)
-    else:
-        # For other scales torch's kernels return NaN where they mask.
-        is_scale = isinstance(scale, int | float) and 0 < scale < math.inf
-        expect(is_scale, api_name, "scale to be a finite number above 0", f"{scale!r:.40}")
+    check_arguments(api_name, SCALE, scale=scale)
     is_zigzag = order == "zigzag"
     is_cut = not is_zigzag or time % 2 == 0
     expected = "an even size of dim 2, the time, whose halves are the chunks in 'zigzag' order"
@@ -292,7 +293,7 @@ def ring_positions(axis: fs.Axis, time: int, order: str = "contiguous") -> torch
     tensor([0, 1, 2, 3])
     """
     check_axis("ring_positions", axis)
-    _check_order("ring_positions", order)
+    check_arguments("ring_positions", ORDER, order=order)
     is_zigzag = order == "zigzag"
     chunks_count = axis.size * (2 if is_zigzag else 1)
     divides = type(time) is int and time > 0 and time % chunks_count == 0
@@ -358,10 +359,6 @@ def ulysses(attention: Callable[..., torch.Tensor], axis: fs.Axis) -> Callable[.
         return fs.all_to_all(out, axis, split_dim=2, concat_dim=1)
 
     return run
-
-
-def _check_order(api_name: str, order: Any) -> None:
-    expect(order in ("contiguous", "zigzag"), api_name, 'order to be "contiguous" or "zigzag"', f"{order!r:.40}")
 
 
 def _check_four_dims(api_name: str, tensors: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 import fshard as fs
-from fshard.extend import check_axis, describe, expect, is_tracing
+from fshard.extend import NUMBER, check_arguments, check_axis, describe, expect, is_tracing
 
 __all__ = ["Routing", "Sent", "combine", "dispatch", "load_balance", "route", "z_loss"]
 
@@ -194,8 +194,7 @@ def _check_dispatch(
         is_eager = not is_tracing()
         expect(is_eager, api_name, "a capacity inside fs.jit, where sizes are fixed", "None", "pass capacity=")
     else:
-        is_positive = type(capacity) is int and capacity > 0
-        expect(is_positive, api_name, "capacity to be a positive number", f"{capacity!r:.40}")
+        check_arguments(api_name, NUMBER, capacity=capacity)
 
 
 def _send_all(

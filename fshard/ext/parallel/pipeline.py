@@ -15,8 +15,11 @@ import fshard as fs
 from fshard.ext import _compat
 from fshard.ext.parallel.custom_call import custom_call
 from fshard.extend import (
+    NUMBER,
+    Range,
     any_dual,
     calling,
+    check_arguments,
     check_axis,
     describe,
     expect,
@@ -155,12 +158,10 @@ def pipeline(
     check_axis("pipeline", axis)
     if first is None:
         first = _return_x
-    for name, function in (("stage_fn", stage_fn), ("last", last), ("first", first)):
-        expect(callable(function), "pipeline", f"{name} to be a function", describe(function))
+    check_arguments("pipeline", Range("a function", callable), stage_fn=stage_fn, last=last, first=first)
+    check_arguments("pipeline", NUMBER, microbatches=microbatches)
     expect(schedule in SCHEDULES, "pipeline", f"schedule to be one of {SCHEDULES}", f"{schedule!r:.40}")
     expect(reduce in REDUCTIONS, "pipeline", f"reduce to be one of {REDUCTIONS}", f"{reduce!r:.40}")
-    is_count = type(microbatches) is int and microbatches >= 1
-    expect(is_count, "pipeline", "microbatches to be a whole number of 1 or more", f"{microbatches!r:.40}")
     arguments = _PipelineArguments(stage_fn, first, last, axis, microbatches, schedule, reduce)
 
     def loss_fn(params: Any, x: Any, *rest: Any) -> Any:

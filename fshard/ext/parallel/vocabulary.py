@@ -11,7 +11,16 @@ import torch.nn.functional as F
 
 import fshard as fs
 from fshard.ext import _compat
-from fshard.extend import annotate_collectives, calling, check_axis, describe, expect, is_tracing
+from fshard.extend import (
+    NUMBER,
+    annotate_collectives,
+    calling,
+    check_arguments,
+    check_axis,
+    describe,
+    expect,
+    is_tracing,
+)
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -184,8 +193,7 @@ def _locate_piece(
         local_size = torch.full((1,), rows, device=device)
         sizes = fs.all_gather(local_size, axis)
         return _Piece(sizes[:rank].sum(), rows, sizes.sum())
-    is_size = type(vocab_size) is int and vocab_size > 0
-    expect(is_size, api_name, "vocab_size to be a whole number of 1 or more, or None", f"{vocab_size!r:.40}")
+    check_arguments(api_name, NUMBER, vocab_size=vocab_size)
     size = -(-vocab_size // axis.size)
     start = min(rank * size, vocab_size)
     unpadded = min(size, vocab_size - start)

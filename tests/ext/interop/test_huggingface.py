@@ -192,7 +192,9 @@ def test_a_dtype_is_cast_to_as_files_are_written(tmp_path):
     full = {"h": normal(1)(3).half(), "n": torch.arange(5), "w": normal()(6, 2)}
     save_huggingface(tmp_path, shard(full), dtype=torch.bfloat16)
     assert_same_bits(written(tmp_path), {**full, "w": full["w"].bfloat16(), "h": full["h"].bfloat16()})
-    with pytest.raises(ValueError, match=r"dtype to be one of floating numbers, or None, got torch.int8"):
+    with pytest.raises(
+        ValueError, match=r"dtype to be a floating torch.dtype such as torch.bfloat16, or None, got torch.int8"
+    ):
         save_huggingface(tmp_path / "other", full, dtype=torch.int8)
 
 

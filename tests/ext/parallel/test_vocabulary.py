@@ -214,7 +214,7 @@ def test_bad_arguments_are_refused():
         ({"weight": None, "h": torch.ones(3, 2)}, "h to be a tensor of shape (2, rows), got a float32 Tensor of shape"),
         ({"weight": torch.ones(4)}, "weight to be a matrix, this rank's rows of it, got"),
         ({"targets": torch.tensor([-1, 0])}, "ids from 0 to 3, got -1 to 0"),
-        ({"vocab_size": 0}, "vocab_size to be a whole number of 1 or more, or None, got 0"),
+        ({"vocab_size": 0}, "vocab_size to be a whole number from 1, got 0"),
         ({"vocab_size": 3}, "3 rows of a vocabulary of 3 on rank 0 of 'tp', got 4; cut the weight by"),
     ):
         with pytest.raises(ValueError, match="vocab_parallel_cross_entropy: expected " + re.escape(text)):
