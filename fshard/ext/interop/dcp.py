@@ -215,8 +215,8 @@ def _read_hypers(values: Mapping[str, Callable[[], Any]], prefix: str, opt_state
 def _model_leaves(exchange: ModuleExchange, state: Any, *, needs_values: bool) -> dict[str, Any]:
     if not hasattr(state, "opt_state"):
         return exchange.leaves(state, needs_values=needs_values)
-    trees = (state.params, state.buffers)
-    params, buffers = (exchange.leaves(tree, needs_values=needs_values) for tree in trees)
+    params = exchange.leaves(state.params, needs_values=needs_values)
+    buffers = exchange.leaves(state.buffers, needs_values=needs_values)
     return params | buffers
 
 

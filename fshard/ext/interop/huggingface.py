@@ -188,7 +188,7 @@ def _check_complete(exchange: ModuleExchange, leaves: Mapping[str, Any]) -> None
 def _rename(label: str, leaves: Iterable[str], names: Names | None) -> dict[str, str]:
     """Return the names of leaves by those that they have in the files."""
     if names is None:
-        return dict(zip(leaves, leaves, strict=True))
+        return {name: name for name in leaves}
     expect(callable(names), label, "names to be a function of a name, or None", describe(names))
     renamed: dict[str, str] = {}
     problems = []

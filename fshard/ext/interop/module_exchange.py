@@ -124,7 +124,7 @@ class ModuleExchange(Exchange):
             entries: The entries by name; a tied parameter has any of its names, or several.
             leaves: The leaves by name.
             cast: Whether to convert from one floating dtype to another.
-            optional: Mapping[str, Any] that need no entry if they have values.
+            optional: Names of leaves that need no entry if they have values.
 
         Returns:
             New leaves by name.
@@ -155,7 +155,7 @@ class ModuleExchange(Exchange):
     def with_leaves(tree: Any, leaves: Mapping[str, Any]) -> Any:
         """Return a tree with other leaves, by their names; a leaf that has none, as None has not, is None."""
         flat = flatten(tree)
-        return flat.unflatten([leaves.get(name) for name in flat.names])
+        return flat.unflatten(map(leaves.get, flat.names))
 
 
 def is_full(value: Any) -> bool:
