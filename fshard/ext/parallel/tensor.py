@@ -18,7 +18,7 @@ from torch import nn
 
 import fshard as fs
 from fshard.ext.parallel.vocabulary import vocab_parallel_embedding
-from fshard.extend import check_axis, describe, expect, named_modules, named_parameters, refuse
+from fshard.extend import COUNT, check_arguments, check_axis, describe, expect, named_modules, named_parameters, refuse
 
 API_NAME = "tensor_parallel"
 STYLES = ("column", "row", "vocabulary", "gather", "split", "sequence")
@@ -104,8 +104,7 @@ def tensor_parallel(
     """
     check_axis(API_NAME, axis)
     expect(isinstance(module, nn.Module), API_NAME, "module to be an nn.Module", describe(module))
-    is_dim = sequence_dim is None or (type(sequence_dim) is int and sequence_dim >= 0)
-    expect(is_dim, API_NAME, "sequence_dim to be a dim counted from the front, or None", f"{sequence_dim!r:.40}")
+    check_arguments(API_NAME, COUNT, sequence_dim=sequence_dim)
     styles = _match_plan(module, plan)
     counts = _match_counts(module, styles, divide)
     dims = _find_split_dims(module, styles)
