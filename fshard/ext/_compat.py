@@ -211,17 +211,22 @@ def parse_schema(text: str) -> Any:
 
 
 def check_call(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """Refuse arguments that an operator does not take, and return the types of its results. Checked on 2.13 and 2.14.
+    """Refuse arguments that an operator does not take, and return the types of its results.
+
+    Checked on 2.11, 2.13 and 2.14.1.
 
     Args:
         schema: The schema of the operator.
         args: Its arguments. Where schemas have the type Tensor, operators of arithmetic take numbers too.
-        kwargs: Its keywords.
+        kwargs: Its keywords. None are names of arguments that have a place, such as `from`, which is no name of Python.
 
     Raises:
         RuntimeError, TypeError: if they do not fit the schema.
     """
     kinds = {argument.name: str(argument.real_type) for argument in schema.arguments}
+    named = [argument.name for argument in schema.arguments if argument.name in kwargs and not argument.kwarg_only]
+    if named:
+        raise TypeError(f"{named} are given by their place")
     # Torch refuses those that the schema does not have.
     values = [*map(_stand_in, args, kinds.values()), *args[len(kinds) :]]
     keywords = {name: _stand_in(value, kinds.get(name, "")) for name, value in kwargs.items()}

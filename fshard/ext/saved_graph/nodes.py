@@ -5,6 +5,7 @@ the schema of their operator, names of nodes are made here, and a value is a num
 is quoted.
 """
 
+import json
 import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -144,18 +145,20 @@ class GraphReader:
         keywords = {keyword: self._read_value(value) for keyword, value in kwargs.items()}
         if name in COLLECTIVES:
             *values, place, label = values
+            _check_label(label)
             axis = self._axes[place]
             values = [*values, axis.name, axis.size, axis.group_name, label]
         if name in ON_NUMBERS and not any(isinstance(value, Node) for value in values):
             raise ValueError("one of the numbers must be known only as the graph runs: others may take for ever")
-        examples, examples_of_keywords = map_arg((values, keywords), self._examples.__getitem__)
         if name == GETITEM and not keywords:
-            results, index = examples
-            self._append(self._graph.call_function(operator.getitem, tuple(values)), results[operator.index(index)])
+            node, index = values
+            result = self._examples[node][operator.index(index)]
+            self._append(self._graph.call_function(operator.getitem, (node, index)), result)
             return
         callee = find_operator(name)
         if callee is None:
             raise ValueError(f"{name:.80} is no operator of torch on tensors, or of fshard")
+        examples, examples_of_keywords = map_arg((values, keywords), self._examples.__getitem__)
         kinds = _compat.check_call(callee.schema, examples, examples_of_keywords)
         node = self._graph.call_function(callee.function, tuple(values), keywords)
         results = [self._make_example(kind) for kind in kinds]
@@ -182,3 +185,9 @@ class GraphReader:
         if form == "device":
             return torch.device(content)
         return {"node": self._nodes, "torch": _CONSTANTS}[form][content]
+
+
+def _check_label(text: str) -> None:
+    """Refuse the text of an `fs.comm.Label` that cannot be read, as it is only while the graph runs."""
+    verb, units, leaves, parts = json.loads(text)
+    " ".join((verb, *units, *leaves, parts))
