@@ -310,6 +310,7 @@ def test_fields_that_do_not_go_together(graph):
         ("zip() argument 2 is longer", {"facts": [*body["facts"], "{}"]}),
         ("must be str, bytes or bytearray", {"facts": [1]}),
         ("JSONDecodeError", {"facts": ["text"]}, {"trace_facts": "text"}),
+        ("body: ", *({"facts": [text]} for text in ("[1]", "null", '{"verb": []}')), {"trace_facts": "0"}),
         (f", torch {torch.__version__}, got 1.0; save the graph again", {"versions": "1.0"}),
         ("body: TypeError", {"more": 1}, {"versions": ["0"]}),
         ("result: ", {"result": ["as", [10**6]]}, {"result": ["as", [0], "tuple"]}, {"result": ["set", []]}),

@@ -150,8 +150,9 @@ class _Loaded(Jitted):
         module = _compat.lazy_module(saved.read_graph(self._source, flat.axes))
         with self._source.reading("result"):
             inputs = [n for n, tensor in enumerate(flat.tensors) if isinstance(tensor, torch.Tensor)]
-            donated = [leaf for leaf in inputs if leaf in saved.donated]
-            written = [leaf for leaf in donated if leaf in saved.written]
+            are_donated, are_written = set(saved.donated), set(saved.written)
+            donated = [leaf for leaf in inputs if leaf in are_donated]
+            written = [leaf for leaf in donated if leaf in are_written]
             treedef = flatten(make_tree(saved.result, flat.treedef)).treedef
             are_inputs = (saved.inputs, saved.donated, saved.written) == (inputs, donated, written)
             if not are_inputs or not treedef.num_leaves == len(saved.outputs) == len(saved.specs):
