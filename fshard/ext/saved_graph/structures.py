@@ -41,7 +41,10 @@ def _write(part: Any, paths: Mapping[Any, tuple[int, ...]]) -> JSON:
     if part.type in (tuple, list):
         return part.type.__name__, children
     if part.type is dict and all(type(key) in _KEY_TYPES for key in part.entries()):
-        return part.entries(), children
+        child_of_key = dict(zip(part.entries(), children, strict=True))
+        # Entries are sorted. Who iterates over the dict gets the keys in the order in which the function made it.
+        keys = list(part.unflatten(range(part.num_leaves)))
+        return keys, [child_of_key[key] for key in keys]
     raise ValueError(
         f"save_graph: a part of the result is {str(part)[:60]}, and a file holds tuples, lists and dicts whose keys "
         "are texts or numbers. Return one of these, or a part of the arguments."
