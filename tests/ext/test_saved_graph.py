@@ -184,6 +184,10 @@ def test_a_graph_that_was_read_can_be_written_again(tmp_path):
             fs.jit(lambda x: {(1, 2): x}),
             "a part of the result is PyTreeSpec({(1, 2): *}, NoneIsLeaf), and a file holds ",
         ),
+        (
+            fs.jit(lambda x: torch.ops.prims.sin(x)),
+            "node 1: prims.sin.default is no operator of torch on tensors, or of fshard; leave it out of the function",
+        ),
         (fs.jit(lambda x: x * (1 + 2j)), "a file holds numbers and texts, and the graph has a complex"),
     ),
 )

@@ -22,4 +22,5 @@ class Source(NamedTuple):
         try:
             yield
         except Exception as error:
-            raise ValueError(f"{self.reader}: {part}: {error!r:.400}; {self.remedy}") from error
+            problem = str(error) if type(error) is ValueError else repr(error)
+            raise ValueError(f"{self.reader}: {part}: {problem:.400}; {self.remedy}") from error
