@@ -20,6 +20,7 @@ from fshard.tree import (
     is_sharded,
     is_tensor,
     is_trained,
+    leaves_of,
     map_leaves,
     map_nodes,
     tensor_of,
@@ -201,14 +202,17 @@ def update(
     expect(isinstance(tx, Optimizer), "update", "tx to be an Optimizer", describe(tx), CHAINED)
     expect(isinstance(state, TrainState), "update", "state to be a TrainState", describe(state))
     check_flags("update", donate=donate)
-    check_local("update", flatten(state))
+    flat = flatten(state)
+    check_local("update", flat)
     _check_gradients(grads, flatten(state.params))
     refuse_frozen_counters("update", state)
     check_same_step("update", state)
     # In a trace it is for jit to say which tensors are written in place.
     donate = donate and not _compat.is_tracing()
     if donate and tx.update_donated is not None:
-        state = state._replace(**_take_over(state))
+        state = _take_over(state, flat)
+    # It holds the tensors, which an update that makes new ones lets go of.
+    del flat
     run = run_update
     if _compat.is_profiling():
         run = _compat.show_range("fshard::update", run_update)
@@ -312,18 +316,19 @@ def run_update(
     return new, state
 
 
-def _take_over(state: TrainState) -> dict[str, Tree]:
+def _take_over(state: TrainState, flat: Flat) -> TrainState:
     """Take parameters and optimizer state away from a donated state, for the update to write to.
 
     The old leaves are invalidated before anything is written, because an update that fails halfway has changed some of
     them. Frozen ones stay: they are not written to, and their averages are they themselves.
     """
-    flat = flatten({"params": state.params, "opt_state": state.opt_state})
     leaves = flat.leaves
+    begin = len(leaves_of(state.step))
+    end = len(leaves) - len(leaves_of([state.buffers, state.key, state.transform_state]))
     # A value that a transform of torch.func has wrapped ends with it.
     is_kept = _compat.is_transformed if _compat.transforms_active() else lambda tensor: False
     tensors = {}
-    for n, tensor in enumerate(flat.tensors):
+    for n, tensor in enumerate(flat.tensors[begin:end], begin):
         if isinstance(tensor, torch.Tensor) and is_trained(leaves[n]) and not is_kept(tensor):
             tensors[n] = tensor
     # Tensors of fs.gather, for example, share the memory of a leaf, and keep their values.
@@ -334,7 +339,8 @@ def _take_over(state: TrainState) -> dict[str, Tree]:
     for n, tensor in tensors.items():
         leaf = leaves[n]
         new_leaves[n] = Sharded(tensor, leaf.spec) if is_sharded(leaf) else moved.get(id(tensor), tensor)
-    return flat.unflatten(new_leaves)
+    taken = flat.unflatten(new_leaves)
+    return state._replace(params=taken.params, opt_state=taken.opt_state)
 
 
 def chain(*transformations: GradientTransformation | Optimizer) -> Any:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 
 import optree
 import pytest
@@ -94,6 +95,26 @@ def test_a_donated_state_is_updated_inside_a_transform_too(differentiate):
         return result
 
     assert_same_bits(derive(donate=True), derive(donate=False))
+
+
+@on_ranks(2)
+def test_a_donated_state_is_taken_over_alone():
+    """An update holds nothing of what its parameters were copied from, and the rest of the state stays as it is."""
+    state = fs.TrainState.create(
+        fs.shard({"w": torch.ones(4)}, fs.zero3(one_axis())), ADAMW, buffers={"b": torch.ones(2)}
+    )
+    large = torch.ones(4)
+    state = state._replace(params=fs.tree_map(lambda tensor: large[: len(tensor)], state.params))
+    view = weakref.ref(state.params["w"].local)
+
+    def update_donated(grads, opt_state, params):
+        assert view() is None
+        return params, opt_state
+
+    tx = fs.Optimizer(ADAMW.init, ADAMW.update, update_donated)
+    new = fs.update(tx, state, fs.tree_map(torch.cos, state.params), donate=True)
+    assert new.buffers is state.buffers
+    assert_same_bits(large, torch.ones(4))
 
 
 @on_ranks(2)

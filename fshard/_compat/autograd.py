@@ -264,14 +264,23 @@ def share_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
         # A transform of torch.func holds some of them, and may have ended.
         has_memory = [not is_transformed(tensor) for tensor in tensors]
         storages = list(map(torch.Tensor.untyped_storage, (unshared, *itertools.compress(tensors, has_memory))))
-    # The owners of the memory, and of Python's object for it.
-    use_counts = map(torch._C._storage_Use_Count, map(operator.attrgetter("_cdata"), storages))
-    # One pair at a time: the garbage collector counts them.
-    owners = zip(use_counts, map(sys.getrefcount, storages), strict=True)
-    is_shared = map(next(owners).__ne__, owners)
-    if not all(map(torch.UntypedStorage.resizable, storages)):
-        is_shared = map(operator.or_, is_shared, map(_is_of_array, storages[1:]))
-    return [has and next(is_shared) for has in has_memory] if has_memory else list(is_shared)
+    count_uses = torch._C._storage_Use_Count
+    count_references = sys.getrefcount
+    storage = storages[0]
+    uses = count_uses(storage._cdata)
+    references = count_references(storage)
+    # The owners of the memory, and of Python's object for it. No pairs of them: the garbage collector counts those.
+    is_shared = [
+        count_uses(storage._cdata) != uses
+        or count_references(storage) != references
+        or (not storage.resizable() and _is_of_array(storage))
+        for storage in storages
+    ]
+    del is_shared[0]
+    if not has_memory:
+        return is_shared
+    rest = iter(is_shared)
+    return [has and next(rest) for has in has_memory]
 
 
 def _is_of_array(storage: Any) -> bool:

@@ -15,7 +15,7 @@ from fshard.errors import Problem, expect, leaf_error, refuse
 from fshard.tree.abstract import is_abstract
 from fshard.tree.flat import Flat, Misfit, Tree, Treedef, flatten, leaves_of
 from fshard.tree.masks import Mask, matches
-from fshard.tree.nodes import Sharded, attributes_of, is_sharded, is_trained, replace_local, tensor_of, tensors_of
+from fshard.tree.nodes import Sharded, attributes_of, is_sharded, is_trained, replace_local, tensor_of
 from fshard.tree.specs import Axis
 
 # The attribute of a tensor that says that it was donated.
@@ -202,20 +202,22 @@ def mark_donated(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
     Returns:
         For the plain ones, by their identity, new tensors that have their memory.
     """
-    empty: dict[Any, torch.Tensor] = {}
-    moved = {}
-    for leaf, tensor in zip(leaves, tensors_of(leaves), strict=True):
+    marked: dict[Any, torch.Tensor] = {}
+    moved: dict[int, torch.Tensor] = {}
+    for leaf in leaves:
+        tensor = leaf.local if isinstance(leaf, Sharded) else leaf
         kind = tensor.dtype, tensor.device
-        if kind not in empty:
+        empty = marked.get(kind)
+        if empty is None:
             with _compat.outside_transforms():
-                empty[kind] = tensor.new_empty(0)
-            empty[kind].__dict__[DONATED] = True
-        if is_sharded(leaf):
-            replace_local(leaf, empty[kind])
+                empty = marked[kind] = tensor.new_empty(0)
+            empty.__dict__[DONATED] = True
+        if leaf is not tensor:
+            replace_local(leaf, empty)
         elif id(leaf) not in moved:
             moved[id(leaf)] = leaf.data
             # Assign .data, so that autograd and modes see no operator.
-            leaf.data = empty[kind]
+            leaf.data = empty
             leaf.__dict__[DONATED] = True
     return moved
 
