@@ -120,8 +120,9 @@ class EngineCall:
                 leaves[name] = microbatch.get_or_derive_leaf(f"[{name!r}]", param)
         if not microbatch.forward.is_over:
             microbatch.forward.end_function_scope()
-        facts = [LeafFacts(name, leaf.spec, leaf.stored.itemsize) for name, leaf in leaves.items()]
-        plan = make_plan(tuple(units), tuple(facts))
+        specs = [leaf.spec for leaf in leaves.values()]
+        sizes = [leaf.stored.itemsize for leaf in leaves.values()]
+        plan = make_plan(tuple(units), tuple(leaves), tuple(specs), tuple(sizes))
         return ModelWalk(microbatch.forward, plan, leaves, self._prepare_recompute)
 
     def gather(self, paths: Sequence[str], params: Sequence[Sharded]) -> list[torch.Tensor]:

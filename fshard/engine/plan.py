@@ -144,17 +144,25 @@ def _spans_ranks(spec: Spec) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def make_plan(module_units: tuple[ModuleUnit, ...], leaves: tuple[LeafFacts, ...]) -> Plan:
+def make_plan(
+    module_units: tuple[ModuleUnit, ...],
+    names: tuple[str, ...],
+    specs: tuple[Spec, ...],
+    element_sizes: tuple[int, ...],
+) -> Plan:
     """Merge small neighbors among a module's units.
 
     Args:
         module_units: The module's units, each before those that lie inside it.
-        leaves: All sharded leaves.
+        names: The names of all sharded leaves.
+        specs: Their specs.
+        element_sizes: The bytes of one element of each.
 
     Returns:
         The plan.
     """
-    facts = {leaf.name: leaf for leaf in leaves}
+    # Each forward asks for its plan, so facts of thousands of leaves are put together only where it is new.
+    facts = dict(zip(names, map(LeafFacts, names, specs, element_sizes), strict=True))
     singles = [_merge([module_unit], facts) for module_unit in module_units]
     ends = tuple([module_unit.end for module_unit in module_units])
     runs = merge_small_units(singles, ends)

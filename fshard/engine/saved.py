@@ -92,16 +92,17 @@ class SavedTensorHooks:
         # A saved result of the graph would hold the graph that holds it, and the collector cannot see such a cycle.
         tensor = tensor.detach() if tensor.requires_grad else tensor
         watched = None
-        # Skip subclasses, which hold more than values, and lazy conjugate or negative views.
-        is_ordinary = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
-        if is_ordinary and not _compat.is_transformed(tensor):
+        if tensor.layout is torch.strided and not _compat.is_transformed(tensor):
             watched = self.watched_storages.get(_compat.storage_key(tensor))
-        # A node that is made after another unit opened runs before the backward gathers this unit again. A handle
-        # would make this rank gather alone.
+        # Skip subclasses, which hold more than values, and lazy conjugate or negative views. A node that is made after
+        # another unit opened runs before the backward gathers this unit again. A handle would make this rank gather
+        # alone.
         if (
             watched is None
             or (watched.dtype, watched.tensor_type) != (tensor.dtype, type(tensor))
             or watched.gathered.is_closed
+            or tensor.is_conj()
+            or tensor.is_neg()
         ):
             return tensor, _compat.version(tensor)
         return Handle(

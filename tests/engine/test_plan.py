@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import fshard as fs
-from fshard.engine.plan import LeafFacts, ModuleUnit, Unit, make_plan, make_unit, merge_small_units
+from fshard.engine.plan import ModuleUnit, Unit, make_plan, make_unit, merge_small_units
 from fshard.tree import ReshardPolicy
 
 # Sizes of units and where those inside each end, the limit, and the first and last unit of each run that is merged.
@@ -63,7 +63,7 @@ def plan_of(ranks):
     spec = fs.Spec((4, 4)).split(axis, 0)
     spec = replace(spec, transform=fs.zero3(axis, min_shard_elements=0), reshard=ReshardPolicy(bucket_bytes=0))
     units = (ModuleUnit("first", ("first",), 1, False), ModuleUnit("second", ("second",), 2, False))
-    return make_plan(units, (LeafFacts("first", spec, 8), LeafFacts("second", spec, 8)))
+    return make_plan(units, ("first", "second"), (spec, spec), (8, 8))
 
 
 def test_a_plan_depends_on_values_alone_and_one_rank_gathers_nothing_again():
