@@ -444,7 +444,7 @@ def _check_shapes(flat: Flat, parameters: Sequence[torch.Tensor]) -> None:
     """Refuse parameters of other shapes than the module's."""
 
     def misfit(leaf: Any, parameter: torch.Tensor) -> tuple[str, str] | None:
-        shape = getattr(leaf, "shape", ())
+        shape = leaf.spec.shape if is_sharded(leaf) else getattr(leaf, "shape", ())
         # A transform of the user's may gather another shape, as of weights that are stored as blocks of bytes.
         if shape == parameter.shape or (is_sharded(leaf) and foreign_names(leaf.spec.transform)):
             return None

@@ -459,8 +459,8 @@ def _collect_gradients(grads: Tree, flat: Flat, *, copy: bool) -> dict[int, torc
     rows = zip(tensors_of(leaves_of(grads)), flat.leaves, strict=True)
     gradients = {i: grad for i, (grad, leaf) in enumerate(rows) if grad is not None and is_trained(leaf)}
     detached = _detach_all(list(gradients.values()))
-    not_conjugated = map(torch.Tensor.resolve_conj, detached)
-    plain = list(map(torch.Tensor.resolve_neg, not_conjugated))
+    # Calling the operators takes longer than asking.
+    plain = [grad.resolve_conj().resolve_neg() if grad.is_conj() or grad.is_neg() else grad for grad in detached]
     return dict(zip(gradients, _make_all_writable(plain, in_place=not copy), strict=True))
 
 
