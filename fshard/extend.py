@@ -4,6 +4,7 @@
 - `annotate_collectives`: says what collectives inside a context are for; ranks that say different things hear of it.
 - `any_dual`: whether some tensor has a tangent of forward-mode AD.
 - `arguments_of`: the arguments of an operator's schema; None for what is no operator.
+- `attributes_of`: an attribute of each of thousands of values, for which no line of Python runs.
 - `BITS`: the bits of a digit, for `sum_digits`.
 - `Box`: a rectangular region of a tensor.
 - `bytes_of`: the elements of a tensor as bytes.
@@ -239,6 +240,7 @@ from fshard.transforms.run import start_scatter
 from fshard.transforms.structure import layout_axes, sum_dtype, summed_axes
 from fshard.tree import (
     MASK,
+    attributes_of,
     device_of,
     flatten,
     grouped,
@@ -320,6 +322,7 @@ __all__ = [
     "annotate_collectives",
     "any_dual",
     "arguments_of",
+    "attributes_of",
     "bytes_of",
     "call_schedule",
     "calling",

@@ -9,6 +9,7 @@ import torch
 
 import fshard as fs
 from fshard.extend import (
+    attributes_of,
     count_updates,
     describe,
     expect,
@@ -160,10 +161,6 @@ def leafwise(
         for i in range(len(old)):
             if inputs[i] is None:
                 inputs[i] = _zeros_like(grad)
-        splits = [leaf.spec.partition for leaf in (grad, *inputs[: len(old)]) if isinstance(leaf, fs.Sharded)]
-        if len({*splits}) > 1:
-            remedy = "Reshard both together, as a TrainState"
-            raise ValueError(f"update: the gradient and the state of a parameter are split by {splits}. {remedy}.")
         local_grad, *tensors = tensors_of([grad, *inputs])
         # A number of another dtype would widen a tensor of shape (), but not a shard of such a leaf, of shape [1].
         wide = torch.atleast_1d(local_grad, *tensors[: len(old)])
@@ -175,8 +172,24 @@ def leafwise(
 
     flat = flatten(old[0])
     columns = [leaves_of(tree) for tree in (grads, *old, *given)]
+    _check_splits(flat, columns[: 1 + len(old)])
     rows = [make_leaves(*row) for row in zip(*columns, strict=True)]
     return tuple([flat.unflatten([row[i] for row in rows]) for i in range(len(old))])
+
+
+def _check_splits(flat: Any, columns: Sequence[Sequence[Any]]) -> None:
+    """Refuse leaves that are split otherwise than their gradients, which are the first column."""
+    gradient_splits, *others = [attributes_of(attributes_of(column, "spec"), "partition") for column in columns]
+    for splits in others:
+        # Equal lists are compared without a line of Python for each leaf.
+        if splits == gradient_splits:
+            continue
+        for path, split, gradient_split in zip(flat.paths, splits, gradient_splits, strict=True):
+            if None not in (split, gradient_split) and split != gradient_split:
+                raise ValueError(
+                    f"update: the state of {path} is split by {split}, and its gradient by {gradient_split}. Reshard "
+                    "parameters and state together, as a TrainState."
+                )
 
 
 def map_gradients(f: Callable[..., torch.Tensor], grads: Any, *given: Any, numbers: Sequence[Any] = ()) -> Any:

@@ -217,5 +217,5 @@ def test_a_state_that_was_resharded_without_its_parameters_is_refused(make):
     tx = make(0.1)
     state = fs.TrainState.create(params, tx)
     moved = state._replace(opt_state=fs.reshard(state.opt_state, fs.fully_shard(one_axis(), dim=1)))
-    with pytest.raises(ValueError, match=r"are split by .*P\(None, 'shard'\).*\. Reshard both together, as a TrainS"):
+    with pytest.raises(ValueError, match=r"of \['w'\] is split by P\(None, 'shard'\), and its .* by P\('shard'\)\. Res"):
         fs.update(tx, moved, params)
