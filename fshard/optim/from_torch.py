@@ -422,12 +422,14 @@ def _make_small(leaf: Any) -> torch.Tensor:
 
 def _evaluate(hyper: Hyper, count: torch.Tensor, injected: Hyper) -> Hyper:
     """Evaluate the hyperparameters that change: schedules are called, and others may be injected by the state."""
-    return injected | {name: call_schedule(value, name, count) for name, value in hyper.items() if callable(value)}
+    schedules = {name: value for name, value in hyper.items() if callable(value)}
+    return injected | {name: call_schedule(schedules[name], name, count, allow_pairs=True) for name in schedules}
 
 
 def _read_injections(inject: str | Names, defaults: Hyper) -> dict[str, float]:
     """Read the first values of injected hyperparameters, which must be numbers."""
-    names = leaves_of(inject)
+    is_single = isinstance(inject, str) or not isinstance(inject, Iterable)
+    names: tuple[Any, ...] = (inject,) if is_single else tuple(inject)
     numeric = [name for name, value in defaults.items() if isinstance(value, float) or type(value) is int]
     for name in names:
         if name not in numeric:

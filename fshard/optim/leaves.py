@@ -21,23 +21,24 @@ def map_trained_leaves(f: Callable[[Any], Any], params: Tree) -> Tree:
     return map_leaves(lambda leaf: f(leaf) if is_trained(leaf) else None, params)
 
 
-def call_schedule(schedule: Callable[..., Any], name: str, count: torch.Tensor) -> Any:
+def call_schedule(schedule: Callable[..., Any], name: str, count: torch.Tensor, *, allow_pairs: bool = False) -> Any:
     """Return the value of a hyperparameter in an update.
 
     Args:
         schedule: The function that the user passed.
         name: The hyperparameter, for an error.
         count: The number of updates made.
+        allow_pairs: Whether to return a tuple or a list as it is, such as betas.
 
     Raises:
-        ValueError: if the function returns something else than a number, a tensor of one element or a tuple.
+        ValueError: if the function returns something else than a number or a tensor of one element.
     """
     value = schedule(count)
-    # Such as of `lambda count: count >= 10`.
-    if getattr(value, "dtype", type(value)) in (bool, torch.bool):
+    # Such as of `lambda count: count >= 10`. NumPy's arrays of shape () count as numbers.
+    if getattr(value, "dtype", type(value)) in (bool, torch.bool) or hasattr(value, "__array_interface__"):
         value = value + 0
     # Broadcast against shards, a tensor of several elements would give each rank other rates.
-    if not isinstance(value, tuple):
+    if not (allow_pairs and isinstance(value, tuple | list)):
         check_numbers("update", FINITE, **{f"the value of the schedule of {name}": value})
     return value
 

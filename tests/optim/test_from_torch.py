@@ -120,9 +120,10 @@ def test_a_rate_that_is_replaced_in_the_state_is_that_of_a_class_told_so():
     scheduled_tx = fs.from_torch(optim.SGD, inject=("lr",), lr=lambda count: RATES[int(count)])
     scheduled = fs.TrainState.create(PARAMS, scheduled_tx)
     assert fs.tree_map(float, state.opt_state.hyper) == {"lr": 0.5, "weight_decay": 0.1}
-    # A name by itself, and a number that the class has by default.
-    by_default = fs.from_torch(optim.AdamW, inject="weight_decay").init(PARAMS)
-    assert fs.tree_map(float, by_default.hyper) == {"weight_decay": 0.01}
+    # A name by itself, or names of another kind, and a number that the class has by default.
+    for inject in ("weight_decay", {"weight_decay"}, {"weight_decay": 0.3}.keys()):
+        by_default = fs.from_torch(optim.AdamW, inject=inject).init(PARAMS)
+        assert fs.tree_map(float, by_default.hyper) == {"weight_decay": 0.01}
     for step, rate in enumerate(RATES, start=1):
         hyper = {"lr": torch.tensor(rate, dtype=torch.float64), "weight_decay": torch.tensor(rate / 7)}
         state = state._replace(opt_state=state.opt_state._replace(hyper=hyper))

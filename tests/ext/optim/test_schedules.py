@@ -198,5 +198,15 @@ def test_a_schedule_whose_value_is_no_number_is_refused(make):
 
 def test_a_comparison_is_a_schedule_of_0_and_1():
     for make in (fs.sgd, OF_TORCH):
-        for value in (True, torch.tensor(True), numpy.bool_(True), numpy.float32(1.0)):
+        for value in (True, torch.tensor(True), numpy.bool_(True), numpy.float32(1.0), numpy.array(1.0)):
             assert_same_bits(one_update(make, lambda count, value=value: value), {"w": torch.zeros(3)})
+
+
+def test_schedules_of_betas_return_what_the_class_takes():
+    """Of other hyperparameters, and in optimizers that are not torch's, a tuple is no number."""
+    for betas in ([0.5, 0.9], (0.5, 0.9)):
+        make = partial(fs.from_torch, optim.Adam, betas=lambda count, betas=betas: betas)
+        assert_same_bits(one_update(make, 0.1), one_update(partial(fs.from_torch, optim.Adam, betas=betas), 0.1))
+    for make in (fs.sgd, fs.adafactor):
+        text = "update: expected the value of the schedule of lr to be a finite number, got (0.1,)"
+        assert text_of(partial(one_update, make, lambda count: (0.1,))) == text
