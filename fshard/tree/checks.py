@@ -177,10 +177,15 @@ def check_reduce(reduce: str, api_name: str) -> None:
 
 def check_matches(api_name: str, masks: Sequence[Mask], names: Sequence[str], leaves: Sequence[Any]) -> None:
     """Refuse masks that match none of the leaves, each pattern of several by itself."""
-    for mask in leaves_of(masks):
-        if not any(matches(mask, name, leaf) for name, leaf in zip(names, leaves, strict=True)):
+    for mask in masks:
+        patterns = mask if isinstance(mask, list | tuple) else (mask,)
+        remedy = " Leave it out, or pass a function of (name, leaf) as the mask of several models."
+        for pattern in patterns:
+            if any(matches(pattern, name, leaf) for name, leaf in zip(names, leaves, strict=True)):
+                continue
             shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-            raise ValueError(f"{api_name}: the mask {mask!r} matches no leaf. The leaves are {shown}.")
+            text = f"{api_name}: the mask {pattern!r} matches no leaf. The leaves are {shown}."
+            raise ValueError(text + (remedy if len(patterns) > 1 else ""))
 
 
 def is_reachable(axis: Axis) -> bool:

@@ -178,7 +178,8 @@ def test_a_state_that_does_not_fit(tmp_path):
     assert "  ['w']: expected float32[4, 2], got float32[3, 2]\n" in text
     text = refused_everywhere(lambda: checkpoint.restore(tmp_path, {"w": W}, only="v.*" if my_rank() else None))
     assert text == "checkpoint.restore: the mask 'v.*' matches no leaf. The leaves are w."
-    assert refused(lambda: checkpoint.restore(tmp_path, {"w": W}, only=["w", "v.*"])) == text
+    remedy = " Leave it out, or pass a function of (name, leaf) as the mask of several models."
+    assert refused(lambda: checkpoint.restore(tmp_path, {"w": W}, only=["w", "v.*"])) == text + remedy
 
 
 def test_no_checkpoint(tmp_path):
