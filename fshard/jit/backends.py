@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from fshard import _compat, lazy_names
 from fshard.comm import ops
 from fshard.errors import expect
-from fshard.jit.nodes import find_inputs
+from fshard.jit.nodes import find_inputs, find_written_reshapes
 from fshard.jit.trace import TRACING
 from fshard.tree.checks import describe
 
@@ -38,11 +38,15 @@ def prepare(module: Any, backend: Backend) -> Callable[..., Any]:
             compile_pieces(module)
     # The module keeps its graph with its metadata. The graph that runs is a copy without it.
     graph = Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
+    copies: dict[Node, Node] = {}
+    graph.output(graph.graph_copy(module.graph, copies))
+    # A write to a copy that a reshape makes would be lost.
+    views = {copies[node] for node in find_written_reshapes(module.graph)}
     for node in graph.nodes:
         if node.target is _compat.WAIT_TENSOR:
             # Eager code calls this function, which also releases the tensors that the process group's backend holds.
             node.target = ops.wait
-        node.target = _compat.python_function(node.target, node.args) or node.target
+        if node not in views:
+            node.target = _compat.python_function(node.target, node.args) or node.target
         node.meta = {}
     return GraphModule(module, graph)

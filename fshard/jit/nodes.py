@@ -13,7 +13,15 @@ from fshard import _compat, comm, random
 from fshard.comm import ops
 
 __all__ = ["find_collective", "find_inputs", "find_last_uses", "find_results", "find_storages"]
-__all__ += ["find_values", "find_write_targets", "is_impure", "is_random", "is_view", "is_wait"]
+__all__ += [
+    "find_values",
+    "find_write_targets",
+    "find_written_reshapes",
+    "is_impure",
+    "is_random",
+    "is_view",
+    "is_wait",
+]
 
 # Bytes of storages by their names.
 Storages = dict[Hashable, int]
@@ -134,6 +142,27 @@ def _find_aliased_source(node: Node) -> Node | None:
     if is_alias and isinstance(node.args[0], Node):
         return node.args[0]
     return None
+
+
+def find_written_reshapes(graph: Graph) -> set[Node]:
+    """Find the reshapes of memory that a later node writes to: they have to be views when the graph runs too.
+
+    The operators alone tell, because a graph that was read from a file has no metadata.
+    """
+    # For each node the one whose memory it views, or itself.
+    roots: dict[Node, Node] = {}
+    for node in graph.nodes:
+        sources = node.all_input_nodes if node.target is operator.getitem else []
+        sources = sources or [value for argument, value in pair_arguments(node) if argument.aliased]
+        is_alias = bool(sources) and isinstance(sources[0], Node)
+        roots[node] = roots[sources[0]] if is_alias else node
+    written: set[Node] = set()
+    reshapes = set()
+    for node in reversed(graph.nodes):
+        if node.target in _compat.RESHAPES and roots[node] in written:
+            reshapes.add(node)
+        written.update(roots[target] for target in find_write_targets(node))
+    return reshapes
 
 
 def find_last_uses(

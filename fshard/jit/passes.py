@@ -8,7 +8,14 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fshard import _compat, random
-from fshard.jit.nodes import find_storages, find_write_targets, is_impure, is_random, is_view
+from fshard.jit.nodes import (
+    find_storages,
+    find_write_targets,
+    find_written_reshapes,
+    is_impure,
+    is_random,
+    is_view,
+)
 
 
 def fold_views_and_remove_dead_nodes(graph: Graph) -> None:
@@ -26,11 +33,12 @@ def fold_views_and_remove_dead_nodes(graph: Graph) -> None:
 def _fold_views(graph: Graph) -> None:
     """Let an earlier node with the same view of the same memory take a view's place, and shorten chains of reshapes."""
     stands_for = {}
+    written = find_written_reshapes(graph)
     # For each tensor the nodes that it is a view of, itself included, by how each views the memory.
     views_by_geometry: dict[Node, dict[Any, Node]] = {}
     for node in graph.nodes:
         geometry = _describe_geometry(node)
-        if geometry is None:
+        if geometry is None or node in written:
             continue
         sources = node.all_input_nodes
         earlier: dict[Any, Node] = {}

@@ -116,8 +116,9 @@ LEAVES = [
         "reshard of a state by a mask that matches nothing",
         lambda world: (world.state, bfloat16_of(("a", "d.*"), world.zero2)),
         fs.reshard,
-        f"reshard: {NO_LEAF.format('d.*', 'step, a, b.0, opt_state.1.updates, ...')} Leave it out, or pass a function of "
-        "(name, leaf) as the mask of several models.",
+        "reshard: "
+        + NO_LEAF.format("d.*", "step, a, b.0, opt_state.1.updates, ...")
+        + " Leave it out, or pass a function of (name, leaf) as the mask of several models.",
     ),
     setup("otherwise of an optimizer", fs.masked, OPTIMIZER, SGD, "a", fs.cast()),
     *(
