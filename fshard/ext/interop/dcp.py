@@ -95,9 +95,11 @@ def _optimizer_content(
     nested: dict[str, StateDict] = {}
     # A first step from zeros would be another one. Where state is missing, FSDP2 refuses the checkpoint.
     without_updates = states.names_without_updates(state.counts for state in states.list_states(opt_state))
+    # Before the first update, something has to say where the state belongs.
+    has_updates = any(states.split_slot(key)[0] not in without_updates for key in slots)
     for key, leaf in slots.items():
         parameter, slot = states.split_slot(key)
-        if parameter in without_updates:
+        if has_updates and parameter in without_updates:
             continue
         name = _name_of_fsdp2(parameter)
         flat[f"state.{name}.{slot}"] = leaf

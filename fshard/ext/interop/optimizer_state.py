@@ -1,6 +1,7 @@
 """The state of torch.optim's optimizers, to and from states that `fs.from_torch` made."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from numbers import Real
 from typing import Any
@@ -17,6 +18,7 @@ from fshard.extend import (
     TorchState,
     check_arguments,
     describe,
+    device_of,
     expect,
     flatten,
     refuse,
@@ -233,9 +235,16 @@ def rebuild_state(
     without_state = hypers.keys() - with_state if with_state else set()
     kept = {}
     read = {}
+    counts_of_states = [named_leaves(flatten(state.counts)) for state in list_states(like)]
     for key, leaf in leaves.items():
-        if split_slot(key)[0] in without_state and not tensor_of(leaf).is_meta:
+        parameter = split_slot(key)[0]
+        if parameter not in without_state:
+            read[key] = leaf
+        elif not tensor_of(leaf).is_meta:
             kept[key] = fs.tree_map(torch.clone, leaf)
+        elif any(parameter in counts for counts in counts_of_states):
+            # A first update does not read them.
+            kept[key] = fs.tree_map(partial(torch.zeros_like, device=device_of(leaf)), leaf)
         else:
             read[key] = leaf
     # Torch's Adagrad keeps state of frozen parameters too.

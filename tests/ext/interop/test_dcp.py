@@ -147,13 +147,17 @@ def test_a_parameter_without_updates_begins_anew_after_a_checkpoint(tmp_path):
     module = nn.Linear(3, 2)
     rates = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
     tx = fs.from_torch(torch.optim.SGD, **rates)
-    state = fs.TrainState.create(fs.functionalize(module).init(fs.zero3(one_axis()), seed=0), tx)
-    grads = fs.tree_map(torch.ones_like, state.params)
-    state = fs.update(tx, state, grads | {"bias": None})
-    save_dcp(tmp_path, state, module=module, optimizer=torch.optim.SGD(module.parameters(), **rates))
-    loaded = load_dcp(tmp_path, state, module=module, trusted=True, updates=1)
-    after, expected = (fs.update(tx, each, grads) for each in (loaded, state))
-    assert_same_bits(fs.unshard(after), fs.unshard(expected))
+    model = fs.functionalize(module)
+    first = fs.TrainState.create(model.init(fs.zero3(one_axis()), seed=0), tx)
+    abstract = fs.TrainState.create(model.init(fs.zero3(one_axis()), abstract=True), tx)
+    grads = fs.tree_map(torch.ones_like, first.params)
+    for state in (first, fs.update(tx, first, grads | {"bias": None})):
+        directory = tmp_path / f"{state.step}"
+        save_dcp(directory, state, module=module, optimizer=torch.optim.SGD(module.parameters(), **rates))
+        for like in (state, abstract):
+            loaded = load_dcp(directory, like, module=module, trusted=True, updates=int(state.step))
+            after, expected = (fs.update(tx, each, grads) for each in (loaded, state))
+            assert_same_bits(fs.unshard(after), fs.unshard(expected))
 
 
 @on_ranks(2, pytest.param(3, marks=pytest.mark.slow))
