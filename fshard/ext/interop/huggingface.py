@@ -156,7 +156,7 @@ def load_huggingface(
     exchange = ModuleExchange("checkpoint.load_huggingface", module)
     with ExitStack() as stack:
         with exchange.raise_on_all_ranks(directory):
-            entries = _open(exchange.path("directory", directory), stack)
+            entries, lacking = _open(exchange.path("directory", directory), stack)
             optional: Container[str] = ()
             if names is None and is_pretrained(module):
                 entries, optional = from_files(entries, module)
@@ -168,6 +168,12 @@ def load_huggingface(
                     renamed.setdefault(names(name), name)
             # A tensor may have the name of a leaf that `names` calls otherwise, and must not be taken for it.
             entries = {renamed.get(name, f"{name} (in the files)"): entry for name, entry in entries.items()}
+        present = {exchange.first.get(name, name) for name in entries}
+        absent = [name for name in leaves if exchange.saved_as(name) and name not in present and name not in optional]
+        with exchange.raise_on_all_ranks():
+            # Weights that only the index has do no harm where every leaf is found, such as those of a tied head.
+            if absent and lacking:
+                raise CheckpointError(f"{lacking[0]}, which does not have it; fetch the directory anew")
         if not strict:
             optional = leaves
             entries = {name: entry for name, entry in entries.items() if exchange.first.get(name, name) in leaves}
@@ -282,8 +288,8 @@ def _make_index(files: Mapping[str, TensorKinds]) -> str:
     return json.dumps(index, indent=2, sort_keys=True)
 
 
-def _open(directory: Path, stack: ExitStack) -> dict[str, Entry]:
-    """List the tensors of a model's files, by name."""
+def _open(directory: Path, stack: ExitStack) -> tuple[dict[str, Entry], list[str]]:
+    """List the tensors of a model's files by name, and what the index says of others."""
     # A pipe is no regular file. Links are followed: the cache of huggingface_hub is made of them.
     names = sorted(path.name for path in directory.iterdir() if path.is_file())
     main_file = _find_main_file(directory, names)
@@ -296,12 +302,8 @@ def _open(directory: Path, stack: ExitStack) -> dict[str, Entry]:
             # A tensor may be in several files, and the index names one of them.
             if weight_map.get(name, file) == file:
                 entries[name] = entry
-    for name, file in weight_map.items():
-        if name not in entries:
-            raise CheckpointError(
-                f"{main_file} names {file} for {name}, which does not have it; fetch the directory anew"
-            )
-    return entries
+    lacking = [f"{main_file} names {file} for {name}" for name, file in weight_map.items() if name not in entries]
+    return entries, lacking
 
 
 def _find_main_file(directory: Path, names: Sequence[str]) -> Path:

@@ -293,6 +293,16 @@ DAMAGES = (
 )
 
 
+@pytest.mark.parametrize("strict", (True, False))
+def test_an_index_may_name_weights_that_nobody_needs(strict, tmp_path):
+    """As one that lists a head that is tied, and stored under its other name."""
+    layout(tmp_path, PARTS, INDEX, dict.fromkeys((*FULL, "head"), FIRST) | {"b": [*PARTS][-1]})
+    zeros = fs.tree_map(torch.zeros_like, FULL)
+    assert_same_bits(load_huggingface(tmp_path, zeros, strict=strict), FULL)
+    with pytest.raises(CheckpointError, match=f"names {FIRST} for head, which does not have it"):
+        load_huggingface(tmp_path, zeros | {"head": torch.zeros(1)}, strict=strict)
+
+
 def test_damage_is_named_on_every_rank(tmp_path):
     for number, (text, damage) in enumerate(DAMAGES):
         directory = tmp_path / f"{number}"
