@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fshard import _compat, lazy_names
@@ -46,7 +47,8 @@ def prepare(module: Any, backend: Backend) -> Callable[..., Any]:
         if node.target is _compat.WAIT_TENSOR:
             # Eager code calls this function, which also releases the tensors that the process group's backend holds.
             node.target = ops.wait
-        if node not in views:
-            node.target = _compat.python_function(node.target, node.args) or node.target
+        function = _compat.python_function(node.target, node.args)
+        if function is not None:
+            node.target = torch.Tensor.view if node in views else function
         node.meta = {}
     return GraphModule(module, graph)
