@@ -3,7 +3,9 @@
 import operator
 from functools import cache
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fshard as fs
@@ -219,3 +221,26 @@ def test_views_are_folded_and_bits_and_strides_and_aliases_stay():
         (program,) = jitted._programs.values()
         calls = [node for node in program.run.graph.nodes if node.op.startswith("call")]
         assert [str(node.target.__name__).split(".")[0] for node in calls] == expected
+
+
+# Writes that reach a tensor by what a trace takes for views of it.
+WRITES = {
+    "one reshape": lambda y: (y.reshape(48).add_(1), y),
+    "reshapes that end where they began": lambda y: (y.reshape(8, 6).reshape(2, 4, 6).add_(1), y),
+    "reshapes in a chain": lambda y: (y.reshape(2, 24).reshape(8, 6).add_(1), y),
+    "a row": lambda y: (y.unbind()[0].reshape(24), y.add_(1)),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_to_what_a_trace_takes_for_a_view_is_not_lost(name, tmp_path):
+    """A trace knows no copy that contiguous makes, so a reshape that a write goes through has to be a view."""
+
+    def written(x):
+        return WRITES[name](F.logsigmoid(x.reshape(2, 4, 6).mT).mT.contiguous())
+
+    x = normal()(8, 6)
+    fs.save_graph(tmp_path / "graph", fs.jit(written), x)
+    for f in (fs.jit(written), fs.load_graph(tmp_path / "graph")):
+        with pytest.raises(RuntimeError, match="view size is not compatible"):
+            f(x)
