@@ -24,7 +24,7 @@ _REDUCTIONS = ("sum", "mean", "linalg_vector_norm", *_MATRIX_PRODUCTS)
 # The mean of one of these is not that of the mean.
 _NONLINEAR = (
     *("exp", "exp2", "expm1", "log", "log10", "log1p", "log2", "pow", "reciprocal", "rsqrt", "sigmoid", "sqrt"),
-    *("std", "tanh", "var"),
+    *("std", "tanh"),
 )
 _LINEAR = ("add", "div", "mul", "neg", "rsub", "sub")
 # Numbers of one element, and norms, which may be squared.
@@ -88,6 +88,12 @@ class ValueTypes:
         # Numbers that are computed from sums, means and counts of a batch, and those that are not linear in these.
         self._sums: set[Node] = set()
         self._nonlinear: set[Node] = set()
+        # Means over the count of this rank's batch, and what is wrong with these.
+        self._own_means: dict[Node, str] = {}
+        # An operator of the backward has the very lines of its forward, and not only equal ones.
+        self._differentiated = {id(origin_of(node).forward) for node in self.nodes}
+        # A cross entropy of smoothed labels divides by the count of those that it does not ignore, as others do.
+        self._lines_of_means = {frames_of(node) for node in self.nodes if _is_cross_entropy_mean(node)}
         self._storages = graph_nodes.find_storages(self.nodes)
         self._written: dict[Hashable, Agreement] = {}
         # What the generators of ranks draw from, which nobody knows without a key.
@@ -96,6 +102,8 @@ class ValueTypes:
             self.types[node] = self._visit(node)
             self._follow_sums(node)
             self._follow_writes(node)
+        for node, text in self._own_means.items():
+            self._report("mean of means", node, text)
 
     def is_split(self, node: Node) -> bool:
         """Whether a dim of a value is shorter on twice as many ranks."""
@@ -154,23 +162,31 @@ class ValueTypes:
     def _follow_sums(self, node: Node) -> None:
         """Note whether a number is computed from sums over the rank's batch, and whether it is linear in these."""
         name = name_of(node)
-        if shape_of(node) or self.types[node] < Agreement.VARYING or name in _NO_SUMS:
+        origin = origin_of(node)
+        is_passed_over = origin.phase != "forward" or name in _NO_SUMS
+        if is_passed_over or shape_of(node) or self.types[node] < Agreement.VARYING:
             return
         sources: list[Any] = [source for source in node.args if source in self._sums]
         if not sources and not any(map(shape_of, node.all_input_nodes)):
             return
         self._sums.add(node)
-        if name == "div" and origin_of(node).is_users and list(map(self._reads_state, sources)) == [True, False]:
+        if name == "mul" and len(sources) > 1:
+            for source in sources:
+                # The mean of a rank that is multiplied by a count, or a share of one, is weighted again.
+                self._own_means.pop(skip_views(source), None)
+        has_own_count = name == "div" and list(map(self._reads_state, sources)) == [True, False]
+        if has_own_count and origin.is_users and origin.frames not in self._lines_of_means:
             text = "this mean has the count of this rank's batch, so that the mean over ranks gives items other weights"
-            self._report("mean of means", node, f'{text}; return (sum, count) with reduce="weighted"')
+            self._own_means[node] = f'{text}; return (sum, count) with reduce="weighted"'
             return
         # The mean of squares may be that of the deviations of ranks from their mean.
         bends = name in _NONLINEAR and 2 not in node.args
-        is_product = name == "mul" and len({*sources}) > 1
         is_quotient = name == "div" and node.args[1] in sources
-        # What is added to other numbers of the batch is a term of a loss, of which the mean over ranks is meant.
+        # What is differentiated is a term of a loss, of which the mean over ranks is meant.
+        is_found = (bends or is_quotient) and id(origin.frames) not in self._differentiated
+        # So may be a sum of several numbers of the batch. Products of these are sums again, as of a mean and a count.
         keeps = len(sources) == 1 and (name in _LINEAR or _shows_values(node))
-        if bends or is_product or is_quotient or (keeps and sources[0] in self._nonlinear):
+        if is_found or (keeps and sources[0] in self._nonlinear):
             self._nonlinear.add(node)
 
     def _report(self, kind: str, node: Node, text: str) -> None:
@@ -266,6 +282,11 @@ class ValueTypes:
         """Whether a value is computed from the state, and not from the batch alone."""
         sources = walk_back(node, lambda operand: True)
         return any(source in self.inputs and not self.inputs[source].is_batch for source in sources)
+
+
+def _is_cross_entropy_mean(node: Node) -> bool:
+    """Whether a node is torch's mean of negative log likelihoods."""
+    return name_of(node).startswith("nll_loss") and 1 in node.args[3:4]
 
 
 def _count_items(node: Node) -> int:

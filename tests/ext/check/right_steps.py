@@ -239,9 +239,51 @@ def keys_by_index(mesh):
     return step, fs.TrainState.create(params, TX, key=0), [(torch.tensor(i), (X, Y)) for i in range(2)]
 
 
+def smoothed_labels(mesh):
+    """Torch divides a part of this loss by the count of labels that it does not ignore."""
+
+    def loss_of_smoothed(params, x, y):
+        return F.cross_entropy(x @ fs.gather(params)["w"], y, label_smoothing=0.1)
+
+    return train(loss_of_smoothed), state_of(FULL, fs.zero3(mesh)), X, Y
+
+
+def logged_term(mesh):
+    """The loss has a Dice coefficient of each rank, whose mean over ranks is a part of it."""
+
+    def loss_and_dice(params, x, y):
+        full = fs.gather(params)
+        hits, labels = (x @ full["w"]).sigmoid(), F.one_hot(y, HIDDEN)
+        dice = 2 * (hits * labels).sum() / (hits.sum() + labels.sum())
+        return 1 - dice, dice.detach()
+
+    def step(state, x, y, axis):
+        (loss, dice), grads = fs.value_and_grad(loss_and_dice, has_aux=True)(state.params, x, y)
+        return fs.update(TX, state, grads), {"loss": loss, "dice": fs.pmean(dice, axis)}
+
+    return step, state_of(FULL, fs.zero3(mesh)), X, Y, fs.axis_of(mesh)
+
+
+def means_weighted_again(mesh):
+    """Means over the counts of ranks, which are multiplied by these."""
+
+    def step(state, x, y, mask, axis):
+        def weighted_loss(params):
+            total, count = sum_and_count(params, x, y, mask)
+            mean = total / count
+            return mean * (count / fs.pmean(count, axis)), mean.detach()
+
+        (loss, mean), grads = fs.value_and_grad(weighted_loss, has_aux=True)(state.params)
+        count = mask.sum()
+        again = fs.pmean(mean * count, axis) / fs.pmean(count, axis)
+        return fs.update(TX, state, grads), {"loss": loss, "again": again}
+
+    return step, state_of(FULL, fs.zero3(mesh)), X, Y, torch.ones(len(Y)), fs.axis_of(mesh)
+
+
 PROGRAMS = (
     *(scaled, weighted, four_verbs, accumulated, tree_sums, jitted, merged, private, unequal_tokens),
-    *(members_with_counts, summed_penalty, keys_by_index),
+    *(members_with_counts, summed_penalty, keys_by_index, smoothed_labels, logged_term, means_weighted_again),
 )
 TABLE: Mapping[str, Right] = {
     **{name: Right(partial(by_strategy, strategy), mesh) for name, (strategy, mesh) in STRATEGIES.items()},

@@ -23,7 +23,7 @@ MISTAKES = (
 MENDED = ("psum_of_what_agrees", "clipping_by_the_norm_of_shards", "norm_of_the_features_of_each_rank")
 RIGHT = (
     *("hsdp", "sgd with momentum", "weighted", "tree sums", "merged", "summed penalty", "private", "codebook"),
-    "members with counts",
+    *("members with counts", "smoothed labels", "logged term", "means weighted again"),
 )
 
 
