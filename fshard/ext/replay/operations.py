@@ -70,8 +70,9 @@ class OperationReport(NamedTuple):
         unit: The units that it belongs to; empty outside of units.
         leaf: For an operation of the backward or the update the path of the nearest result that it goes into. Of three
             or more that are as near, as where a learning rate goes into all leaves, the first one and their number.
-        read: What it read, with ranges, and lines of the program that made it. Only of `replay`, as the next one.
+        read: What it read, with ranges. Only of `replay`, as the next two.
         value: What it made, or what the argument has.
+        before_it: Up to three operations before it, the last one first.
     """
 
     tool: str
@@ -88,6 +89,7 @@ class OperationReport(NamedTuple):
     leaf: str
     read: Sequence[str] = ()
     value: Sequence[str] = ()
+    before_it: Sequence[str] = ()
 
     def __str__(self) -> str:
         """A line for each fact."""

@@ -3,6 +3,7 @@
 import math
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from fshard.ext.replay.observed_run import run_step, tensors_in
 from fshard.ext.replay.operations import OperationReport, Operations, show_frame
 from fshard.extend import calling, describe, expect, flatten, graph_nodes, ranks_of, walk_graph
 
+# So many operations before the maker are shown.
+MAX_BEFORE = 3
 Watch = str | Callable[[torch.Tensor, Node], object]
 # The makers of a refused value, and the waits that brought some, each with the identity of its collective.
 Trace = dict[Node, str]
@@ -170,11 +173,14 @@ def _describe(
     verb = "made" if node.op == "call_function" else "has"
     read = []
     for source, value in operands.items():
-        places = "".join(f", at {show_frame(frame)}" for frame in _list_frames(source))
-        read += [
-            f"{operations.names[source].operator}: {_describe_range(tensor)}{places}" for tensor in tensors_in(value)
-        ]
-    return {"verdict": f"{verb} {PROBLEMS[level]}", "read": read, "value": list(map(_describe_range, results))}
+        name = operations.names[source].operator
+        read += [f"{name}: {_describe_range(tensor)}" for tensor in tensors_in(value)]
+    return {
+        "verdict": f"{verb} {PROBLEMS[level]}",
+        "read": read,
+        "value": list(map(_describe_range, results)),
+        "before_it": _list_before(node),
+    }
 
 
 def _find_maker(operations: Operations, left: Mapping[str, Trace]) -> Node | None:
@@ -201,6 +207,16 @@ def _list_frames(node: Node) -> list[Frame]:
     """List the innermost line of the program that ran a node, if any did."""
     origin = origin_of(node)
     return [*origin.frames, *origin.forward][:1]
+
+
+def _list_before(node: Node) -> list[str]:
+    """List operations whose results led to a node, the nearest first; views are left out."""
+    sources = walk_graph(reversed(node.all_input_nodes), lambda reached: reversed(reached.all_input_nodes))
+    computed = (source for source in sources if source.op == "call_function" and not graph_nodes.is_view(source))
+    lines = []
+    for source in islice(computed, MAX_BEFORE):
+        lines.append(" at ".join([name_operator(source), *map(show_frame, _list_frames(source))]))
+    return lines
 
 
 def measure_nonfinite(tensor: torch.Tensor) -> int:

@@ -169,9 +169,12 @@ replay: aten.div made infinities on rank 0
   backward of: <accumulate> in step
   unit: blocks.1
   leaf: [0].opt_state[0].mean['blocks.1.inner.bias'] and [0].opt_state[0].square['blocks.1.inner.bias']
-  read: aten.div.Scalar: float32[2, 4], 0.125 to 0.125, at <loss> in loss_fn
-  read: aten.mul.Scalar: float32[2, 4], 0 to 3.29, at <loss> in loss_fn
+  read: aten.div.Scalar: float32[2, 4], 0.125 to 0.125
+  read: aten.mul.Scalar: float32[2, 4], 0 to 3.29
   value: float32[2, 4], 0.038 to 0.19, 1 infinite
+  before it: aten.mul.Scalar at <loss> in loss_fn
+  before it: aten.div.Scalar at <loss> in loss_fn
+  before it: aten.sqrt at <loss> in loss_fn
 """
 UPDATE = """
 replay: aten.div made NaN on rank 1
@@ -181,9 +184,12 @@ replay: aten.div made NaN on rank 1
   at: <divide update> in step
   unit: ['w']
   leaf: .params['w']
-  read: aten.add_: float32[2], 0 to 0, at <differentiate sum> in step
-  read: aten.linalg_vector_norm: float32[], 0 to 0, at <divide> in <lambda>
+  read: aten.add_: float32[2], 0 to 0
+  read: aten.linalg_vector_norm: float32[], 0 to 0
   value: float32[2], 2 NaN
+  before it: aten.linalg_vector_norm at <divide> in <lambda>
+  before it: aten.add_ at <differentiate sum> in step
+  before it: aten.mul at <sum> in sum_masked
 """
 ARGUMENT = """
 replay: the argument [0][0].params['blocks.1.inner.weight'] has NaN on rank 1
