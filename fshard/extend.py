@@ -112,6 +112,7 @@
 - `Rates`: the speed of a device and its links.
 - `record_on_tape`: runs collectives of a graph in one order on every rank, also in its backward.
 - `refuse`: refuses the leaves that are wrong, if there are any.
+- `refuse_donated`: refuses leaves that were donated to an earlier call.
 - `refuse_other`: refuses collectives over other axes than those of a trace.
 - `resolve_process_group`: the process group of a name.
 - `run_on_tape`: calls a function that communicates on the tape of the call that runs.
@@ -273,6 +274,7 @@ from fshard.tree.checks import (
     check_tensors,
     describe,
     is_donated,
+    refuse_donated,
     same_structure,
 )
 from fshard.update import run_update
@@ -404,6 +406,7 @@ __all__ = [
     "read_environment",
     "record_on_tape",
     "refuse",
+    "refuse_donated",
     "refuse_other",
     "resolve_process_group",
     "run_on_tape",

@@ -31,6 +31,7 @@ from fshard.tree.checks import (
     check_local,
     describe,
     mark_donated,
+    refuse_donated,
     refuse_frozen_counters,
     same_structure,
 )
@@ -373,6 +374,7 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
     bind = getattr(transformations[-2], "bind", None) if can_wait else None
 
     def init(params: Tree) -> Tree:
+        refuse_donated("chain", flatten(params))
         return tuple(part.init(params) for part in transformations)
 
     def run(grads: Tree, state: Tree, params: Tree, donate: bool = False) -> Updated:
@@ -380,6 +382,7 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
         got = f"one of {len(state)}" if isinstance(state, tuple) else describe(state)
         remedy = "pass the state that init of this chain made"
         expect(is_own, "chain", f"a state of {len(transformations)} transformations", got, remedy)
+        refuse_donated("chain", flatten({"grads": grads, "state": state, "params": params}))
         make: Any = None
         states = []
         for i, (part, kept) in enumerate(zip(transformations, state, strict=True)):

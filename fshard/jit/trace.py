@@ -28,7 +28,7 @@ from fshard.tree import (
     like,
     tensor_of,
 )
-from fshard.tree.checks import check_tensors, count_writes, describe
+from fshard.tree.checks import check_tensors, count_writes, describe, refuse_donated
 
 # Tracing and compiling patch global state of the process, so only one thread may do either at a time.
 TRACING = threading.Lock()
@@ -103,6 +103,7 @@ def trace(flat: Flat, f: Callable[..., Any], usage: TracedUsage | None = None) -
             "jit: a function cannot be traced inside another trace. Call fs.make_graph outside of functions of fs.jit "
             "and fs.make_graph."
         )
+    refuse_donated("jit", flat)
     flat = replace_abstract(flat)
     tensors = flat.tensors
     input_leaves = [i for i, tensor in enumerate(tensors) if isinstance(tensor, torch.Tensor)]

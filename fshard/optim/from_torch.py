@@ -33,7 +33,7 @@ from fshard.tree import (
     tensor_of,
     tensors_of,
 )
-from fshard.tree.checks import check_floating, describe, refuse_frozen_counters
+from fshard.tree.checks import check_floating, describe, refuse_donated, refuse_frozen_counters
 from fshard.update import Optimizer, Updated
 
 # By the names of the torch class: its state of one parameter, and its hyperparameters.
@@ -228,6 +228,7 @@ class _WrappedClass:
     def init(self, params: Tree) -> TorchState:
         """Make the state before the first update."""
         flat = flatten(params)
+        refuse_donated("from_torch", flat)
         check_floating("from_torch", flat)
         self._refuse_leaves(flat)
         selection = _Selection(flat, [i for i, leaf in enumerate(flat.leaves) if is_trained(leaf)])
@@ -249,6 +250,7 @@ class _WrappedClass:
         donate: bool = False,
     ) -> Updated:
         """Make new parameters and the next state; with `donate`, in the place of the old ones."""
+        refuse_donated("from_torch", flatten({"grads": grads, "state": state, "params": params}))
         self._refuse_state(state)
         flat = flatten(params)
         hyper = _refuse_derivatives(_evaluate(self._hyper, state.updates, state.hyper))

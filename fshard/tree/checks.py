@@ -38,6 +38,8 @@ def describe(leaf: Any) -> str:
         name = "Tensor"
     if isinstance(leaf, torch.Tensor):
         name = f"{str(leaf.dtype).removeprefix('torch.')} {name} of shape {tuple(leaf.shape)}"
+    if is_donated(leaf):
+        name += " that was donated to an earlier call"
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
 
@@ -278,9 +280,10 @@ def refuse_abstract(api_name: str, flat: Flat) -> None:
 
 
 def check_tensors(api_name: str, flat: Flat) -> None:
-    """Refuse leaves that are no tensors."""
+    """Refuse leaves that are no tensors, or plain ones that were donated."""
     if len(flat.sharded) == len(flat.leaves):
         return
+    refuse_donated(api_name, flat)
 
     def misfit(leaf: Any) -> Misfit:
         if isinstance(leaf, Sharded | torch.Tensor | None):

@@ -22,6 +22,7 @@ from fshard.extend import (
     no_updates,
     partition_axes,
     refuse,
+    refuse_donated,
     tensor_of,
     tensors_of,
     without_padding,
@@ -257,7 +258,8 @@ def _zeros_like(leaf: Any) -> Any:
 
 
 def check_real(api_name: str, flat: Any) -> None:
-    """Refuse leaves that take a gradient and are not real floating tensors."""
+    """Refuse leaves that were donated, or take a gradient and are not real floating tensors."""
+    refuse_donated(api_name, flat)
 
     def describe_misfit(leaf: Any) -> tuple[str, str] | None:
         tensor = tensor_of(leaf)

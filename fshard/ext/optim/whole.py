@@ -16,6 +16,7 @@ from fshard.extend import (
     is_trained,
     local_piece,
     refuse,
+    refuse_donated,
     run_update,
     supports_cpu_messages,
     tensor_of,
@@ -76,10 +77,12 @@ def whole(tx: fs.Optimizer) -> fs.Optimizer:
 
 def _init(tx: fs.Optimizer, params: Any) -> WholeState:
     flat = flatten(params)
+    refuse_donated("whole", flat)
     return WholeState(tuple(map(partial(_init_leaf, tx), flat.names, flat.leaves)))
 
 
 def _update(tx: fs.Optimizer, grads: Any, state: WholeState, params: Any) -> tuple[Any, WholeState]:
+    refuse_donated("whole", flatten({"grads": grads, "state": state, "params": params}))
     flat = flatten(params)
     leaves = list(flat.leaves)
     states = list(state.leaves)

@@ -18,6 +18,7 @@ from fshard.extend import (
     fake_maker,
     fake_process_groups,
     flatten,
+    refuse_donated,
     refuse_other,
     setting,
     sockets_of_mesh,
@@ -128,6 +129,7 @@ def lay_out_call(
     expect(backend in BACKENDS, api_name, f"backend to be one of {BACKENDS}", repr(backend))
     expect(callable(step), api_name, "step to be a function of (state, *batch)", describe(step))
     flat = flatten(args)
+    refuse_donated(api_name, flat)
     _check_axes(flat, mesh, api_name)
     with fake_axes(api_name, mesh, coordinates, backend) as axes:
         yield _lay_out(flat, axes)
