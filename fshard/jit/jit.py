@@ -359,8 +359,8 @@ def jit(
 
     Raises:
         ValueError: if an argument makes no sense; by the function returned, if the function reads values, returns
-            something that is no tensor, draws random numbers without a key, or writes to what is not donated, if a pass
-            fails, or if passes decide differently on other ranks.
+            something that is no tensor, draws random numbers without a key, changes a mode of torch such as the default
+            dtype, or writes to what is not donated, if a pass fails, or if passes decide differently on other ranks.
         TypeError: by the function returned, if a static argument, or a leaf that is no tensor, cannot be hashed.
 
     >>> step = jit(lambda x: {"y": x.sin()})

@@ -78,7 +78,7 @@ def make_outline(flat: Flat) -> Signature:
         raise
     keys = "" if has_plain_keys(flat.treedef) else str(flat.treedef)
     return Signature(
-        flat.treedef, values, (process_rank(), *map(comm.rank, flat.axes)), tuple(_read_modes().items()), keys
+        flat.treedef, values, (process_rank(), *map(comm.rank, flat.axes)), tuple(read_modes().items()), keys
     )
 
 
@@ -131,7 +131,7 @@ def make_exact(value: Any, name: str, remedy: str) -> Exact:
         raise TypeError(f"jit: {name} is {describe(value)}, which cannot be hashed ({error}). {remedy}") from error
 
 
-def _read_modes() -> dict[str, Any]:
+def read_modes() -> dict[str, Any]:
     """Read the modes of the process that a function may ask for, or by which torch chooses operators."""
     modes = {mode.__name__: mode() for mode in _MODES}
     accelerator = torch.accelerator.current_accelerator()

@@ -5,6 +5,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -14,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 from fshard import _compat, random
 from fshard.collectives import TracedUsage
 from fshard.engine import Started
-from fshard.errors import is_users_file
+from fshard.errors import expect, is_users_file
+from fshard.jit.signature import read_modes
 from fshard.tree import (
     Exact,
     Flat,
@@ -32,6 +34,14 @@ from fshard.tree.checks import check_tensors, count_writes, describe, refuse_don
 
 # Tracing and compiling patch global state of the process, so only one thread may do either at a time.
 TRACING = threading.Lock()
+# Functions of torch whose effect a graph does not have. Put back before the end, a mode would not be missed there.
+_SETTERS = (
+    "manual_seed",
+    "set_default_dtype",
+    "set_deterministic_debug_mode",
+    "set_float32_matmul_precision",
+    "use_deterministic_algorithms",
+)
 # Methods whose result a tensor without values does not have, or whose result changes from call to call. The result of a
 # tensor that the function closes over would go stale.
 _UNTRACEABLE_METHODS = ("storage", "untyped_storage", "storage_offset", "data_ptr", "is_set_to", "tolist", "numpy")
@@ -59,9 +69,15 @@ def _call_with(f: Callable[..., Any], flat: Flat, leaves: list[Any], usage: Trac
     """Call a function of pytrees in a trace, with the arguments' leaves that hold its tensors."""
     if usage is not None:
         _compat.trace_notes()["usage"] = usage
+    modes = read_modes().items()
     with _RefuseReads():
         args, kwargs = flat.unflatten(leaves)
         result = flatten(f(*args, **kwargs))
+    changes = [f"{name} as {mode}" for name, mode in read_modes().items() - modes]
+    remedy = "Later calls would not set it. Set it outside of the function, or put it back before the end."
+    expect(
+        not changes, "jit", "a function that leaves modes of torch as they are", f"one that leaves {changes}", remedy
+    )
     check_tensors("jit: the result of the function", result)
     if any(isinstance(leaf, Started) for leaf in result.leaves):
         raise ValueError(
@@ -197,8 +213,9 @@ def replace_abstract(flat: Flat) -> Flat:
     return flat._replace(leaves=[fakes.get(id(leaf), leaf) for leaf in flat.leaves])
 
 
-def _refuse_seed(seed: Any) -> None:
-    raise ValueError("jit: later calls would not run torch.manual_seed. Give model.apply(..., key=...) a key.")
+def _refuse_call(name: str, *_: Any, **__: Any) -> None:
+    remedy = "Call it outside of the function. For random numbers, give model.apply(..., key=...) a key"
+    raise ValueError(f"jit: later calls would not run torch.{name}. {remedy}.")
 
 
 def _replace_in_traces(eager: Callable[..., Any], f: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,15 +228,12 @@ def _trace_alone() -> Iterator[None]:
     """Trace in one thread at a time, outside of modes that observe real execution: the recorder, and inference mode.
 
     torch.utils.checkpoint reads and sets the state of torch's generator, to draw the same masks again. In a trace both
-    become operators of the graph. A seed would be set in the trace alone.
+    become operators of the graph. A seed or a mode would be set in the trace alone.
     """
-    patched = patch.multiple(
-        torch,
-        get_rng_state=_replace_in_traces(torch.get_rng_state, random.random_state),
-        set_rng_state=_replace_in_traces(torch.set_rng_state, random.set_random_state),
-        manual_seed=_replace_in_traces(torch.manual_seed, _refuse_seed),
-    )
-    with TRACING, _compat.outside_modes(), count_writes(), patched:
+    functions = {name: partial(_refuse_call, name) for name in _SETTERS}
+    functions |= {"get_rng_state": random.random_state, "set_rng_state": random.set_random_state}
+    replaced: Any = {name: _replace_in_traces(getattr(torch, name), f) for name, f in functions.items()}
+    with TRACING, _compat.outside_modes(), count_writes(), patch.multiple(torch, **replaced):
         yield
 
 

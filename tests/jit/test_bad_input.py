@@ -15,6 +15,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 
 import fshard as fs
+from fshard.jit.signature import read_modes
 from tests.jit.steps import refused
 from tests.trees import assert_same_bits, normal, one_axis
 
@@ -248,7 +249,11 @@ CALLS = [
         lambda: fs.jit(assigns_data)(X),
         "a trace does not see that Tensor.data is assigned. Make a new tensor, or use copy_.",
     ),
-    (lambda: fs.jit(seeds)(X), "later calls would not run torch.manual_seed. Give model.apply(..., key=...) a key."),
+    (
+        lambda: fs.jit(seeds)(X),
+        "later calls would not run torch.manual_seed. Call it outside of the function. For random numbers, give "
+        "model.apply(..., key=...) a key.",
+    ),
     (
         lambda: fs.jit(lambda x: fs.functionalize(DrawsFromGenerator()).apply({}, x, key=0))(X),
         "aten.rand.generator draws from a torch.Generator, which a graph does not seed. Leave it out, and draw inside "
@@ -309,6 +314,52 @@ def test_refusals():
     for call, text in UNHASHABLE:
         with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
             call()
+
+
+SETTERS = {
+    "set_default_dtype": torch.float64,
+    "set_deterministic_debug_mode": 1,
+    "set_float32_matmul_precision": "medium",
+    "use_deterministic_algorithms": True,
+}
+
+
+@pytest.mark.parametrize("name", SETTERS)
+def test_modes_that_a_function_sets_are_refused(name):
+    """Later calls run the graph, and would not set them; nor would it have them where the function puts them back."""
+    modes = read_modes()
+    for wrap in (fs.jit, fs.make_graph):
+        with pytest.raises(ValueError, match=rf"later calls would not run torch\.{name}\. Call it outside of the func"):
+            wrap(lambda x: getattr(torch, name)(SETTERS[name]))(X)
+    assert read_modes() == modes
+
+
+@pytest.mark.parametrize(
+    ("name", "set_mode", "usual"),
+    (
+        ("is_grad_enabled", torch.set_grad_enabled, True),
+        ("flash_sdp_enabled", torch.backends.cuda.enable_flash_sdp, True),
+    ),
+)
+def test_modes_that_a_function_leaves_changed_are_refused(name, set_mode, usual):
+    def leaves_it(x):
+        set_mode(not usual)
+        return x + 1
+
+    def puts_it_back(x):
+        result = leaves_it(x)
+        set_mode(usual)
+        return result
+
+    try:
+        with pytest.raises(
+            ValueError, match=rf"got one that leaves \['{name} as {not usual}'\]; Later calls would not"
+        ):
+            fs.jit(leaves_it)(X)
+        set_mode(usual)
+        assert fs.jit(puts_it_back)(X).equal(X + 1)
+    finally:
+        set_mode(usual)
 
 
 def test_a_keyword_may_be_called_self():
