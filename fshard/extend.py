@@ -18,6 +18,7 @@
 - `check_matches`: refuses masks that match no leaf.
 - `check_numbers`: refuses arguments that are no numbers of a `Range`.
 - `check_rates`: refuses what are no `Rates`, or rates by which nothing can be divided.
+- `check_same_splits`: refuses trees whose leaves are split in different ways.
 - `check_tensors`: refuses leaves that are no tensors.
 - `check_transform`: refuses what is no transform, or is on another mesh.
 - `choose_boxes`: chooses which boxes of leaves this rank writes, of those that several ranks hold.
@@ -219,7 +220,15 @@ from fshard.jit.signature import make_aval
 from fshard.jit.trace import trace
 from fshard.mesh import Mesh, process_rank, ranks_of, read_environment
 from fshard.optim.from_torch import TorchState
-from fshard.optim.leaves import call_schedule, count_updates, map_trained_leaves, no_updates, partition_axes, zero
+from fshard.optim.leaves import (
+    call_schedule,
+    check_same_splits,
+    count_updates,
+    map_trained_leaves,
+    no_updates,
+    partition_axes,
+    zero,
+)
 from fshard.random import words_at
 from fshard.reduction_order import ReductionOrder, find_order
 from fshard.rounding import tolerance
@@ -336,6 +345,7 @@ __all__ = [
     "check_matches",
     "check_numbers",
     "check_rates",
+    "check_same_splits",
     "check_tensors",
     "check_transform",
     "choose_boxes",

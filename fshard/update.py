@@ -244,7 +244,7 @@ def check_same_step(api_name: str, given: Tree) -> None:
         given: A tree with TrainStates in it.
 
     Raises:
-        ValueError: on every rank, with two steps and ranks that hold them.
+        ValueError: on every rank, with two steps, or counters that only one has, and ranks that hold them.
     """
     rank_state = comm.rank_state()
     if rank_state.generation == 0 or _compat.is_tracing() or _compat.transforms_active():
@@ -268,10 +268,10 @@ def check_same_step(api_name: str, given: Tree) -> None:
     label = comm.Label(comm.Verb.AGREE, ("step of states",))
     differences = comm.find_disagreement(counts, axes, label)
     remedy = (
-        "take the state of the smaller step on every rank, which the others had before their last one, or restore the "
-        "last checkpoint on every rank"
+        "use the same optimizer on every rank, and take the state of the smaller step, which the others had before "
+        "their last one, or restore the last checkpoint on every rank"
     )
-    refuse(f"{api_name}: ranks hold states of different steps", differences, remedy)
+    refuse(f"{api_name}: ranks hold states of different steps or optimizers", differences, remedy)
     rank_state.compared.add(flat.treedef)
 
 
@@ -374,7 +374,6 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
     bind = getattr(transformations[-2], "bind", None) if can_wait else None
 
     def init(params: Tree) -> Tree:
-        refuse_donated("chain", flatten(params))
         return tuple(part.init(params) for part in transformations)
 
     def run(grads: Tree, state: Tree, params: Tree, donate: bool = False) -> Updated:

@@ -22,7 +22,7 @@ ADAMW = fs.from_torch(torch.optim.AdamW, lr=0.1)
 X = torch.ones(2, 4)
 LOST = "was donated to an earlier call, so it is empty now"
 RESTORE = "To fix: use the state that the call returned. If the call failed, restore the last checkpoint."
-DIFFERENT_STEPS = "update: ranks hold states of different steps"
+DIFFERENT_STEPS = "update: ranks hold states of different steps or optimizers"
 
 
 def mesh_of(**sizes):
@@ -152,10 +152,10 @@ def test_states_of_different_steps_are_refused_by_the_first_update_on_a_new_mesh
     step, verb = (fs.jit(train_step), "jit") if form == "jitted" else (train_step, "update")
     for _ in range(2):
         assert outcome(lambda: step(states[-1])).text.splitlines() == [
-            f"{verb}: ranks hold states of different steps",
+            f"{verb}: ranks hold states of different steps or optimizers",
             "  state.step: expected 3 as on the rank at shard=0, got 2 on the rank at shard=1",
-            "To fix: take the state of the smaller step on every rank, which the others had before their last one, or "
-            "restore the last checkpoint on every rank.",
+            "To fix: use the same optimizer on every rank, and take the state of the smaller step, which the others had "
+            "before their last one, or restore the last checkpoint on every rank.",
         ]
     state, records = states[2], []
     for _ in range(2):
@@ -181,6 +181,16 @@ def test_each_of_several_states_is_compared_on_a_new_mesh():
     assert updated(other).step.item() == 1
     refusal = outcome(lambda: train_step(states[-1]))
     assert refusal.text.startswith(f"{DIFFERENT_STEPS}\n"), refusal
+
+
+@on_ranks(2)
+def test_states_of_different_optimizers_are_refused_on_a_new_mesh():
+    """Their counters are others, at the same step."""
+    fail_in_the_update(mesh_of())
+    tx = (ADAMW, fs.sgd(0.1))[my_rank()]
+    refusal = outcome(lambda: updated(state_of(mesh_of(), tx), tx))
+    assert refusal.text.startswith(f"{DIFFERENT_STEPS}\n  state.opt_state"), refusal
+    assert "To fix: use the same optimizer on every rank, and" in refusal.text
 
 
 @on_ranks(4)

@@ -73,7 +73,7 @@ def _call_with(f: Callable[..., Any], flat: Flat, leaves: list[Any], usage: Trac
     with _RefuseReads():
         args, kwargs = flat.unflatten(leaves)
         result = flatten(f(*args, **kwargs))
-    changes = [f"{name} as {mode}" for name, mode in read_modes().items() - modes]
+    changes = dict(read_modes().items() - modes)
     remedy = "Later calls would not set it. Set it outside of the function, or put it back before the end."
     expect(
         not changes, "jit", "a function that leaves modes of torch as they are", f"one that leaves {changes}", remedy
@@ -144,8 +144,7 @@ def trace(flat: Flat, f: Callable[..., Any], usage: TracedUsage | None = None) -
     specs = attributes_of(result.leaves, "spec")
     # The constants are listed before passes remove operators whose result was only read for its value.
     constants = [getattr(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr")]
-    tensors = [tensor for tensor in (*constants, *tensors_read) if isinstance(tensor, torch.Tensor)]
-    captured = list({id(tensor): tensor for tensor in tensors}.values())
+    captured = list({id(x): x for x in (*constants, *tensors_read) if isinstance(x, torch.Tensor)}.values())
     _refuse_captures(captured, result)
     return Traced(module, input_leaves, result.treedef, specs, captured)
 
@@ -208,8 +207,7 @@ def replace_abstract(flat: Flat) -> Flat:
     for leaf in flat.leaves:
         tensor = tensor_of(leaf)
         if getattr(tensor, "is_meta", False):
-            fake = make_fake(tensor, device_of(leaf))
-            fakes[id(leaf)] = like(leaf, fake)
+            fakes[id(leaf)] = like(leaf, make_fake(tensor, device_of(leaf)))
     return flat._replace(leaves=[fakes.get(id(leaf), leaf) for leaf in flat.leaves])
 
 

@@ -14,7 +14,7 @@ import torch
 
 from fshard import _compat
 from fshard.errors import expect, refuse
-from fshard.optim.leaves import call_schedule, count_updates, no_updates, partition_axes, zero
+from fshard.optim.leaves import call_schedule, check_same_splits, count_updates, no_updates, partition_axes, zero
 from fshard.reduction_order import ReductionOrder, find_order
 from fshard.rounding import half_the_digits
 from fshard.tree import (
@@ -255,6 +255,7 @@ class _WrappedClass:
         flat = flatten(params)
         hyper = _refuse_derivatives(_evaluate(self._hyper, state.updates, state.hyper))
         slots = {name: leaves_of(slot) for name, slot in state.slots.items()}
+        check_same_splits(leaves_of(grads), flat.leaves, *slots.values())
         gradients = _collect_gradients(grads, flat, copy=self._may_write_gradients)
         selection = _Selection(flat, list(gradients))
         counts: Tree = ()

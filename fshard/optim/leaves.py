@@ -1,11 +1,11 @@
 """What updates share: the leaves that take a gradient, how often each was updated, how it is split, and schedules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from fshard.tree import Axis, Tree, is_sharded, is_trained, map_leaves
+from fshard.tree import Axis, Tree, attributes_of, is_sharded, is_trained, map_leaves
 from fshard.tree.checks import FINITE, check_numbers
 
 
@@ -14,6 +14,23 @@ def partition_axes(leaf: Any) -> tuple[Axis, ...]:
     if not is_sharded(leaf):
         return ()
     return tuple([axis for axis in leaf.spec.partition_axes() if axis.size > 1])
+
+
+def check_same_splits(*columns: Sequence[Any]) -> None:
+    """Refuse a state that was resharded without its parameters, or gradients of parameters that were.
+
+    Args:
+        columns: The leaves of trees that share a structure.
+
+    Raises:
+        ValueError: with the partitions of the first leaves at one place that are split in different ways.
+    """
+    # No line of Python runs for each of thousands.
+    partitions = [attributes_of(attributes_of(leaves, "spec"), "partition") for leaves in columns]
+    for splits in set(zip(*partitions, strict=True)):
+        if len({*splits} - {None}) > 1:
+            remedy = "Reshard both together, as a TrainState"
+            raise ValueError(f"update: the gradient and the state of a parameter are split by {splits}. {remedy}.")
 
 
 def map_trained_leaves(f: Callable[[Any], Any], params: Tree) -> Tree:

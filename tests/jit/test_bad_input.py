@@ -352,9 +352,7 @@ def test_modes_that_a_function_leaves_changed_are_refused(name, set_mode, usual)
         return result
 
     try:
-        with pytest.raises(
-            ValueError, match=rf"got one that leaves \['{name} as {not usual}'\]; Later calls would not"
-        ):
+        with pytest.raises(ValueError, match=rf"got one that leaves {{'{name}': {not usual}}}; Later calls would not"):
             fs.jit(leaves_it)(X)
         set_mode(usual)
         assert fs.jit(puts_it_back)(X).equal(X + 1)

@@ -9,7 +9,7 @@ import torch
 
 import fshard as fs
 from fshard.extend import (
-    attributes_of,
+    check_same_splits,
     count_updates,
     describe,
     expect,
@@ -173,24 +173,9 @@ def leafwise(
 
     flat = flatten(old[0])
     columns = [leaves_of(tree) for tree in (grads, *old, *given)]
-    _check_splits(flat, columns[: 1 + len(old)])
+    check_same_splits(*columns[: 1 + len(old)])
     rows = [make_leaves(*row) for row in zip(*columns, strict=True)]
     return tuple([flat.unflatten([row[i] for row in rows]) for i in range(len(old))])
-
-
-def _check_splits(flat: Any, columns: Sequence[Sequence[Any]]) -> None:
-    """Refuse leaves that are split otherwise than their gradients, which are the first column."""
-    gradient_splits, *others = [attributes_of(attributes_of(column, "spec"), "partition") for column in columns]
-    for splits in others:
-        # Equal lists are compared without a line of Python for each leaf.
-        if splits == gradient_splits:
-            continue
-        for path, split, gradient_split in zip(flat.paths, splits, gradient_splits, strict=True):
-            if None not in (split, gradient_split) and split != gradient_split:
-                raise ValueError(
-                    f"update: the state of {path} is split by {split}, and its gradient by {gradient_split}. Reshard "
-                    "parameters and state together, as a TrainState."
-                )
 
 
 def map_gradients(f: Callable[..., torch.Tensor], grads: Any, *given: Any, numbers: Sequence[Any] = ()) -> Any:

@@ -31,6 +31,7 @@ from fshard.extend import (
     check_numbers,
     expect,
     flatten,
+    refuse_donated,
     transforms_active,
     zero,
 )
@@ -442,7 +443,9 @@ def _make_descent(lr: Rate, decay: Number = 0.0) -> fs.Optimizer:
     """Make an optimizer that subtracts gradients times the learning rate, after parameters have shrunk by a decay."""
 
     def init(params: Any) -> DescentState:
-        check_floating("sgd", flatten(params))
+        flat = flatten(params)
+        refuse_donated("sgd", flat)
+        check_floating("sgd", flat)
         return DescentState(zero())
 
     def update(grads: Any, state: DescentState, params: Any) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ from fshard.rounding import tolerance
 from fshard.testing import assert_trees_close
 from tests.ranks import on_ranks
 from tests.tolerance import within
-from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
+from tests.trees import STRATEGIES, assert_same_bits, meshes, normal
 
 STEPS = 5
 SHAPES = {"w": (5, 3), "vector": (7,), "one": (1,), "scalar": (), "empty": (0, 3)}
@@ -209,13 +209,18 @@ def test_small_gradients_in_float16_make_steps_of_their_size(make):
         assert step.all()
 
 
-@pytest.mark.parametrize("make", (fs.adamw, fs.adafactor, lambda lr: fs.sgd(lr, momentum=0.9)))
-@on_ranks(2)
+@pytest.mark.parametrize("make", (partial(fs.from_torch, torch.optim.AdamW), fs.adamw, fs.adafactor, fs.lars))
+@on_ranks(4)
 def test_a_state_that_was_resharded_without_its_parameters_is_refused(make):
-    """Its shards would be broadcast against those of the parameters, or taken for means of theirs."""
-    params = fs.shard({"w": normal(1)(2, 2)}, fs.fully_shard(one_axis()))
-    tx = make(0.1)
+    """Its shards would be broadcast against those of the parameters, taken for means of theirs, or for other shards."""
+    mesh = fs.init_mesh({"a": 2, "b": 2}, device="cpu")
+    params = fs.shard({"w": normal(1)(4, 4)}, fs.fully_shard(mesh["a"]))
+    tx = make(lr=0.1)
     state = fs.TrainState.create(params, tx)
-    moved = state._replace(opt_state=fs.reshard(state.opt_state, fs.fully_shard(one_axis(), dim=1)))
-    with pytest.raises(ValueError, match=r"of \['w'\] is split by P\(None, 'shard'\), and its .* by P\('shard'\)\. Res"):
-        fs.update(tx, moved, params)
+    for strategy in (fs.fully_shard(mesh["a"], dim=1), fs.fully_shard(mesh["b"])):
+        moved = state._replace(opt_state=fs.reshard(state.opt_state, strategy))
+        other = strategy.dim * "None, " + repr(strategy.axis.name)
+        with pytest.raises(
+            ValueError, match=rf"split by .*P\('a'\).*P\({other}\).*\. Reshard both together, as a TrainS"
+        ):
+            fs.update(tx, moved, params)
