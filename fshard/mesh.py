@@ -99,7 +99,7 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
         seconds = type(timeout) in (int, float) and 0 < timeout < math.inf
         expect(seconds, "init_mesh", "timeout to be a positive number of seconds", f"{timeout!r:.40}")
         limit = timedelta(seconds=timeout)
-        sizes = _sizes(shape, dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1)))
+        sizes = _sizes(shape, dist.get_world_size() if dist.is_initialized() else _read_number("WORLD_SIZE", 1))
     except ValueError as error:
         if dist.is_initialized():
             # Others may have asked for what they can have, and wait.
@@ -107,7 +107,7 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
                 _agree(_make_request(str(error), "cpu", [], limit, meeting), meeting)
         raise
     if device != "cpu" and not (dist.is_initialized() and torch.get_device_module(device).is_initialized()):
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)) % torch.accelerator.device_count())
+        torch.accelerator.set_device_index(_read_number("LOCAL_RANK", 0) % torch.accelerator.device_count())
     asked = f"{dict(zip(shape, sizes, strict=True))} on {device!r}, timeout {limit.total_seconds():g}"
     ranks = torch.arange(math.prod(sizes), device="cpu").reshape(sizes)
     with _meet(limit) as meeting:
@@ -144,6 +144,14 @@ def read_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def _read_number(name: str, otherwise: int) -> int:
+    """Read a variable of the launcher."""
+    text = os.environ.get(name, f"{otherwise}")
+    remedy = "start the program by torchrun, which sets it, or unset it for one rank"
+    expect(text.isdecimal(), "init_mesh", f"the variable {name} to be a whole number, 0 or more", repr(text), remedy)
+    return int(text)
+
+
 def process_rank() -> int:
     """The number of this process in the run, also before torch.distributed runs.
 
@@ -153,7 +161,7 @@ def process_rank() -> int:
     >>> process_rank()
     0
     """
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+    return dist.get_rank() if dist.is_initialized() else _read_number("RANK", 0)
 
 
 def axis_of(mesh: Mesh | Axis, name: str | None = None) -> Axis:
@@ -446,9 +454,9 @@ def _store_of_launcher(limit: timedelta) -> tuple[_compat.StoreClient, int, int]
     size = 1 if "WORLD_SIZE" in os.environ else -1
     meets = dist.rendezvous("env://", world_size=size, timeout=limit)  # type: ignore[attr-defined]
     rank = process_rank()
-    ranks = int(os.environ.get("WORLD_SIZE", rank + 1))
+    ranks = _read_number("WORLD_SIZE", rank + 1)
     # Such a rank would wait for a store that others may not have, or take part in the start of other ranks.
-    expect(0 <= rank < ranks, "init_mesh", f"RANK to be one of 0 to {ranks - 1}, as WORLD_SIZE is {ranks}", f"{rank}")
+    expect(rank < ranks, "init_mesh", f"RANK to be one of 0 to {ranks - 1}, as WORLD_SIZE is {ranks}", f"{rank}")
     is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     has_one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
 

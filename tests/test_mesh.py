@@ -286,8 +286,19 @@ def make_meshes_of_wrong_ranks():
 def test_a_rank_beyond_those_that_there_are_is_refused_at_once():
     """It would take part in the start of the others, or wait for a store."""
     (process,) = run_on_ranks(1, make_meshes_of_wrong_ranks)
-    expected = "init_mesh: expected RANK to be one of 0 to 0, as WORLD_SIZE is 1, got {}\n"
-    assert process.output == expected.format(1) + expected.format(-1)
+    beyond, negative = process.output.splitlines()
+    assert beyond == "init_mesh: expected RANK to be one of 0 to 0, as WORLD_SIZE is 1, got 1"
+    assert negative.startswith("init_mesh: expected the variable RANK to be a whole number, 0 or more, got '-1'; ")
+
+
+@pytest.mark.parametrize(("name", "text"), (("WORLD_SIZE", "two"), ("WORLD_SIZE", "-1"), ("RANK", "1.5")))
+def test_a_variable_of_the_launcher_that_is_no_number_is_named(name, text, monkeypatch):
+    monkeypatch.setenv(name, text)
+    expected = (
+        rf"^init_mesh: expected the variable {name} to be a whole number, 0 or more, got '{text}'; start the program"
+    )
+    with pytest.raises(ValueError, match=expected):
+        fs.init_mesh({"shard": -1}, device="cpu", timeout=1)
 
 
 def page_faults():

@@ -154,8 +154,8 @@ def test_states_of_different_steps_are_refused_by_the_first_update_on_a_new_mesh
         assert outcome(lambda: step(states[-1])).text.splitlines() == [
             f"{verb}: ranks hold states of different steps or optimizers",
             "  state.step: expected 3 as on the rank at shard=0, got 2 on the rank at shard=1",
-            "To fix: use the same optimizer on every rank, and take the state of the smaller step, which the others had "
-            "before their last one, or restore the last checkpoint on every rank.",
+            "To fix: use the same optimizer on every rank, and take the state of the smaller step, which the others "
+            "had before their last one, or restore the last checkpoint on every rank.",
         ]
     state, records = states[2], []
     for _ in range(2):
