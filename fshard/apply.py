@@ -461,12 +461,13 @@ def _refuse_lost_updates(buffers_in: Buffers, buffers_out: Buffers) -> None:
         buffers_in: Copies of the module's buffers, which the module ran on.
         buffers_out: Its buffers afterwards.
     """
-    updated = [
-        name for name, buffer in buffers_in.items() if buffers_out[name] is not buffer or _compat.version(buffer)
-    ]
+    updated = []
+    for name, buffer in buffers_in.items():
+        if buffers_out[name] is not buffer or _compat.version(buffer):
+            updated.append(f"[{name!r}]")
     if updated:
         raise ValueError(
-            f"apply: the module updated buffers {updated}, and the updates would be lost. Pass buffers= and "
+            f"apply: the module updated buffers {', '.join(updated)}, and the updates would be lost. Pass buffers= and "
             "keep the returned buffers, or use model.eval(). If each forward computes them anew, pass "
             "buffers=model.buffers."
         )

@@ -110,9 +110,14 @@ def _run_under_transforms(f: Callable[..., Any], contexts: Contexts, args: Any, 
             with recomputation_context:
                 return run_on_tensors(*given)
 
-    named_leaves = flatten((args, kwargs)).named_leaves
-    leaf_of = {id(leaf.local): (path, leaf.spec) for path, leaf in named_leaves if is_sharded(leaf)}
-    leaves = {i: leaf_of[id(tensor)] for i, tensor in enumerate(tensors) if id(tensor) in leaf_of}
+    leaf_of = {}
+    for path, leaf in flatten((args, kwargs)).named_leaves:
+        if is_sharded(leaf):
+            leaf_of[id(leaf.local)] = path, leaf.spec
+    leaves = {}
+    for i, tensor in enumerate(tensors):
+        if id(tensor) in leaf_of:
+            leaves[i] = leaf_of[id(tensor)]
     outputs = _Remat.apply(run_first, run_again, leaves, *tensors)
     return structure[0](outputs)
 

@@ -177,7 +177,11 @@ def numbered_inputs(node: Any) -> list[tuple[int, NodeOutput]]:
     """
     edges = node.next_functions[:-1] if is_tie(node) else node.next_functions
     checked_later = getattr(node, "inputs_checked_later", ())
-    return [(i, edge) for i, edge in enumerate(edges) if edge[0] is not None and i not in checked_later]
+    inputs = []
+    for number, (source, output) in enumerate(edges):
+        if source is not None and number not in checked_later:
+            inputs.append((number, (source, output)))
+    return inputs
 
 
 def sums_input(node: Any, number: int, axis: Axis) -> bool:

@@ -242,7 +242,11 @@ def axis_index(axis: Axis) -> int:
 
 def _concatenate(tensors: Tensors, axis: Axis, label: str, dim: int) -> Tensors:
     """Gather tensors and put the ranks' rows side by side along a dim."""
-    return [rows.movedim(0, dim).flatten(dim, dim + 1) for rows in comm.all_gather(tensors, axis, label)]
+    gathered = []
+    for rows in comm.all_gather(tensors, axis, label):
+        side_by_side = rows.movedim(0, dim)
+        gathered.append(side_by_side.flatten(dim, dim + 1))
+    return gathered
 
 
 def _split_into_pieces(tensor: torch.Tensor, axis: Axis, label: str, dim: int) -> torch.Tensor:
@@ -317,8 +321,12 @@ def _permute(tensors: Tensors, axis: Axis, label: str, perm: Sequence[Pair]) -> 
     received = comm.all_to_all(copies, send, receive, axis, label)
     if not any(receive):
         return list(map(torch.zeros_like, tensors))
-    # torch.sum of one row would lose the sign of a zero.
-    return [reduce(torch.add, rows).detach() for rows in received]
+    sums = []
+    for rows in received:
+        # torch.sum of one row would lose the sign of a zero.
+        total = reduce(torch.add, rows)
+        sums.append(total.detach())
+    return sums
 
 
 def _send_from(tensors: Tensors, axis: Axis, label: str, root: int) -> Tensors:

@@ -250,7 +250,8 @@ class _WrappedClass:
         donate: bool = False,
     ) -> Updated:
         """Make new parameters and the next state; with `donate`, in the place of the old ones."""
-        refuse_donated("from_torch", flatten({"grads": grads, "state": state, "params": params}))
+        given = {"grads": grads, "state": state, "params": params}
+        refuse_donated("from_torch", flatten(given))
         self._refuse_state(state)
         flat = flatten(params)
         hyper = _refuse_derivatives(_evaluate(self._hyper, state.updates, state.hyper))

@@ -26,11 +26,16 @@ def check_same_splits(*columns: Sequence[Any]) -> None:
         ValueError: with the partitions of the first leaves at one place that are split in different ways.
     """
     # No line of Python runs for each of thousands.
-    partitions = [attributes_of(attributes_of(leaves, "spec"), "partition") for leaves in columns]
+    partitions = []
+    for leaves in columns:
+        specs = attributes_of(leaves, "spec")
+        partitions.append(attributes_of(specs, "partition"))
     for splits in set(zip(*partitions, strict=True)):
         if len({*splits} - {None}) > 1:
-            remedy = "Reshard both together, as a TrainState"
-            raise ValueError(f"update: the gradient and the state of a parameter are split by {splits}. {remedy}.")
+            raise ValueError(
+                f"update: the gradient and the state of a parameter are split by {splits}. Reshard both together, as a "
+                "TrainState."
+            )
 
 
 def map_trained_leaves(f: Callable[[Any], Any], params: Tree) -> Tree:

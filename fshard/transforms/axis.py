@@ -140,8 +140,12 @@ class _FullyShard(BuiltIn):
 
     def split_dims(self, specs: Specs) -> dict[int, int]:
         """Return which leaves are split over this axis, with the dim of each. The others are whole on every rank."""
-        dims = [spec.dim_of(self.axis) for spec in specs]
-        return {index: dim for index, dim in enumerate(dims) if dim is not None}
+        dims = {}
+        for index, spec in enumerate(specs):
+            dim = spec.dim_of(self.axis)
+            if dim is not None:
+                dims[index] = dim
+        return dims
 
     def _join_rows(self, rows: torch.Tensor, spec: Spec, dim: int) -> torch.Tensor:
         """Put the ranks' rows side by side along `dim`, and cut off the padding."""

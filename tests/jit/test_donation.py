@@ -1,7 +1,5 @@
 """Donation: results at the addresses of donated tensors, with the values of a step that donates nothing."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -97,71 +95,6 @@ def test_what_was_donated_is_refused_outside_of_jit():
     for name, call in {"key": lambda: fs.fold_in(count, 0), "data": lambda: fs.fold_in(0, count)}.items():
         with pytest.raises(ValueError, match=donated("fold_in", rf"\['{name}'\]")):
             call()
-
-
-OPTIMIZERS = {
-    "chain": lambda: fs.chain(fs.clip_by_global_norm(1.0), fs.sgd(0.1)),
-    "from_torch": lambda: fs.from_torch(torch.optim.SGD, lr=0.1),
-    "from_torch: adamw": lambda: fs.ema(fs.from_torch(torch.optim.AdamW, lr=0.1), 0.9),
-    "adafactor": lambda: fs.adafactor(0.1),
-    "whole": lambda: fs.whole(fs.sgd(0.1)),
-    "dynamic_loss_scale": lambda: fs.dynamic_loss_scale(fs.sgd(0.1)),
-}
-
-
-def lose(tree):
-    fs.jit(plus_one, donate_argnums=0)(tree)
-    return tree
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@on_ranks(2)
-def test_what_was_donated_is_refused_by_optimizers_outside_of_update(name):
-    """Their slots would be empty, a count of updates too, and torch would compare shapes."""
-    make = partial(fs.shard, {"x": X.clone()}, fs.zero3(one_axis(), min_shard_elements=0))
-    tx, (label, *_) = OPTIMIZERS[name](), name.split(":")
-    given = {"grads": make(), "state": tx.init(make()), "params": make()}
-    for part in given:
-        mixed = given | {part: lose(copied(given[part]))}
-        with pytest.raises(ValueError, match=rf"{label}: arguments were donated\n  \['{part}'\].*: was donated to an"):
-            tx.update(*mixed.values())
-    # An inner optimizer may be the one that refuses.
-    with pytest.raises(ValueError, match=donated(r"\w+", r"\['x'\]")):
-        tx.init(lose(make()))
-    with pytest.raises(ValueError, match=donated("scale_by_adam", r"\['x'\]")):
-        fs.scale_by_adam().init(lose(make()))
-
-
-def test_what_was_donated_is_named_by_models_tools_and_messages_about_one_tensor():
-    mesh = fs.init_mesh({"shard": -1}, device="cpu")
-    model = fs.functionalize(torch.nn.BatchNorm1d(3))
-    params, batch, tx = model.init(fs.ddp(mesh), seed=0), torch.ones(2, 3), fs.sgd(0.1)
-    state = fs.TrainState.create(params, tx)
-    lost = lose(copied(state))
-    step = train_step(lambda p, x: model.apply(p, x, buffers=model.buffers)[0].sum(), tx)
-    tools = {
-        "plan": lambda: fs.plan(step, lost, batch, mesh={"shard": 4}),
-        "check": lambda: fs.check(step, lost, batch, mesh={"shard": 4}),
-        "jit": lambda: fs.make_graph(step)(lost, batch),
-        "replay": lambda: fs.replay(step, lost, batch),
-    }
-    for name, call in tools.items():
-        with pytest.raises(
-            ValueError, match=rf"{name}: arguments were donated.*\n  \[?.*step: was donated to an earlier"
-        ):
-            call()
-    whole, buffers = lose(fs.unshard(params)), lose(copied(model.buffers))
-    for path, call in {
-        r"params.*\n  \['bias'\]": lambda: model.apply(whole, batch, buffers=model.buffers),
-        r"buffers.*\n  \['num_batches_tracked'\]": lambda: model.apply(params, batch, buffers=buffers),
-        r"key.*an int64 Tensor of shape \(0,\) that": lambda: model.apply(params, batch, key=lose(torch.tensor(1))),
-    }.items():
-        with pytest.raises(ValueError, match=f"apply: {path}.* was donated to an earlier call"):
-            call()
-    with pytest.raises(
-        ValueError, match=r"update: gradients do not fit.*\n.*\(0,\) that was donated to an earlier call"
-    ):
-        fs.update(tx, state, lost.params)
 
 
 def late(tree):
