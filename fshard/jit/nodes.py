@@ -152,10 +152,8 @@ def find_written_reshapes(graph: Graph) -> set[Node]:
     # For each node the one whose memory it views, or itself.
     roots: dict[Node, Node] = {}
     for node in graph.nodes:
-        sources = node.all_input_nodes if node.target is operator.getitem else []
-        sources = sources or [value for argument, value in pair_arguments(node) if argument.aliased]
-        is_alias = bool(sources) and isinstance(sources[0], Node)
-        roots[node] = roots[sources[0]] if is_alias else node
+        source = node.args[0] if node.target is operator.getitem else _find_aliased_source(node)
+        roots[node] = node if source is None else roots[source]
     written: set[Node] = set()
     reshapes = set()
     for node in reversed(graph.nodes):
