@@ -31,7 +31,6 @@ from fshard.tree.checks import (
     check_local,
     describe,
     mark_donated,
-    refuse_donated,
     refuse_frozen_counters,
     same_structure,
 )
@@ -381,7 +380,6 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
         got = f"one of {len(state)}" if isinstance(state, tuple) else describe(state)
         remedy = "pass the state that init of this chain made"
         expect(is_own, "chain", f"a state of {len(transformations)} transformations", got, remedy)
-        refuse_donated("chain", flatten({"grads": grads, "state": state, "params": params}))
         make: Any = None
         states = []
         for i, (part, kept) in enumerate(zip(transformations, state, strict=True)):

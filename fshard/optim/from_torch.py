@@ -250,11 +250,13 @@ class _WrappedClass:
         donate: bool = False,
     ) -> Updated:
         """Make new parameters and the next state; with `donate`, in the place of the old ones."""
-        given = {"grads": grads, "state": state, "params": params}
-        refuse_donated("from_torch", flatten(given))
-        self._refuse_state(state)
         flat = flatten(params)
-        hyper = _refuse_derivatives(_evaluate(self._hyper, state.updates, state.hyper))
+        # A state is donated as a whole, so that its count tells.
+        for given in (flat, flatten({"updates": state.updates})):
+            refuse_donated("from_torch", given)
+        self._refuse_state(state)
+        evaluated = _evaluate(self._hyper, state.updates, state.hyper)
+        hyper = _refuse_derivatives(evaluated)
         slots = {name: leaves_of(slot) for name, slot in state.slots.items()}
         check_same_splits(leaves_of(grads), flat.leaves, *slots.values())
         gradients = _collect_gradients(grads, flat, copy=self._may_write_gradients)
@@ -426,8 +428,11 @@ def _make_small(leaf: Any) -> torch.Tensor:
 
 def _evaluate(hyper: Hyper, count: torch.Tensor, injected: Hyper) -> Hyper:
     """Evaluate the hyperparameters that change: schedules are called, and others may be injected by the state."""
-    schedules = {name: value for name, value in hyper.items() if callable(value)}
-    return injected | {name: call_schedule(schedules[name], name, count, allow_pairs=True) for name in schedules}
+    values = dict(injected)
+    for name, value in hyper.items():
+        if callable(value):
+            values[name] = call_schedule(value, name, count, allow_pairs=True)
+    return values
 
 
 def _read_injections(inject: str | Names, defaults: Hyper) -> dict[str, float]:

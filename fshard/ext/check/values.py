@@ -177,15 +177,18 @@ class ValueTypes:
         has_own_count = name == "div" and list(map(self._reads_state, sources)) == [True, False]
         if has_own_count and origin.is_users and origin.frames not in self._lines_of_means:
             text = "this mean has the count of this rank's batch, so that the mean over ranks gives items other weights"
-            self._own_means[node] = f'{text}; return (sum, count) with reduce="weighted"'
+            remedy = 'return (sum, count) with reduce="weighted"'
+            self._own_means[node] = f"{text}; {remedy}"
             return
         # The mean of squares may be that of the deviations of ranks from their mean.
         bends = name in _NONLINEAR and 2 not in node.args
         is_quotient = name == "div" and node.args[1] in sources
         # What is differentiated is a term of a loss, of which the mean over ranks is meant.
-        is_found = (bends or is_quotient) and id(origin.frames) not in self._differentiated
+        is_term = id(origin.frames) in self._differentiated
+        is_found = (bends or is_quotient) and not is_term
         # So may be a sum of several numbers of the batch. Products of these are sums again, as of a mean and a count.
-        keeps = len(sources) == 1 and (name in _LINEAR or _shows_values(node))
+        is_linear = name in _LINEAR or _shows_values(node)
+        keeps = is_linear and len(sources) == 1
         if is_found or (keeps and sources[0] in self._nonlinear):
             self._nonlinear.add(node)
 

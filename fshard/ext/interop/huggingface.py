@@ -169,7 +169,10 @@ def load_huggingface(
             # A tensor may have the name of a leaf that `names` calls otherwise, and must not be taken for it.
             entries = {renamed.get(name, f"{name} (in the files)"): entry for name, entry in entries.items()}
         present = {exchange.first.get(name, name) for name in entries}
-        absent = [name for name in leaves if exchange.saved_as(name) and name not in present and name not in optional]
+        absent = []
+        for name in leaves:
+            if exchange.saved_as(name) and name not in present and name not in optional:
+                absent.append(name)
         with exchange.raise_on_all_ranks():
             # Weights that only the index has do no harm where every leaf is found, such as those of a tied head.
             if absent and lacking:
@@ -302,7 +305,10 @@ def _open(directory: Path, stack: ExitStack) -> tuple[dict[str, Entry], list[str
             # A tensor may be in several files, and the index names one of them.
             if weight_map.get(name, file) == file:
                 entries[name] = entry
-    lacking = [f"{main_file} names {file} for {name}" for name, file in weight_map.items() if name not in entries]
+    lacking = []
+    for name, file in weight_map.items():
+        if name not in entries:
+            lacking.append(f"{main_file} names {file} for {name}")
     return entries, lacking
 
 

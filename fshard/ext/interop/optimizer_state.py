@@ -1,6 +1,6 @@
 """The state of torch.optim's optimizers, to and from states that `fs.from_torch` made."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from numbers import Real
@@ -208,9 +208,13 @@ def fill_groups(
     owner_sets = _owners_of_states(exchange, opt_state, names)
     for group in groups:
         members = [names[number] for number in group["params"]]
-        hypers = [state.hyper for state, owners in owner_sets if not owners.isdisjoint(members)]
+        hypers = []
+        for state, owners in owner_sets:
+            if not owners.isdisjoint(members):
+                hypers.append(state.hyper)
         for name in group.keys() & {*chain.from_iterable(hypers)}:
-            group[name] = _one_number(exchange.label, name, [hyper[name] for hyper in hypers if name in hyper])
+            numbers = [hyper[name] for hyper in hypers if name in hyper]
+            group[name] = _one_number(exchange.label, name, numbers)
     return groups
 
 
@@ -233,20 +237,7 @@ def rebuild_state(
     leaves = collect_slots(exchange, like)
     with_state = _owners_of(entries)
     without_state = hypers.keys() - with_state if with_state else set()
-    kept = {}
-    read = {}
-    counts_of_states = [named_leaves(flatten(state.counts)) for state in list_states(like)]
-    for key, leaf in leaves.items():
-        parameter = split_slot(key)[0]
-        if parameter not in without_state:
-            read[key] = leaf
-        elif not tensor_of(leaf).is_meta:
-            kept[key] = fs.tree_map(torch.clone, leaf)
-        elif any(parameter in counts for counts in counts_of_states):
-            # A first update does not read them.
-            kept[key] = fs.tree_map(partial(torch.zeros_like, device=device_of(leaf)), leaf)
-        else:
-            read[key] = leaf
+    kept, read = _keep_state(like, leaves, without_state)
     # Torch's Adagrad keeps state of frozen parameters too.
     passed_over = exchange.frozen - _owners_of(leaves)
     wanted = {key: [entry] for key, entry in entries.items() if split_slot(key)[0] not in passed_over}
@@ -276,6 +267,27 @@ def rebuild_state(
     facts = dict.fromkeys(read, "state") | dict.fromkeys(kept, "no state") | _facts_of_numbers(rebuilt)
     exchange.check_agreement(facts, "ranks read different states", "pass the same state on every rank")
     return rebuilt
+
+
+def _keep_state(
+    like: Any, leaves: Mapping[str, Any], without_state: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keep the leaves of parameters without a state as `like` has them, and return these and those to read."""
+    counts_of_states = [named_leaves(flatten(state.counts)) for state in list_states(like)]
+    kept = {}
+    read = {}
+    for key, leaf in leaves.items():
+        parameter = split_slot(key)[0]
+        if parameter not in without_state:
+            read[key] = leaf
+        elif not tensor_of(leaf).is_meta:
+            kept[key] = fs.tree_map(torch.clone, leaf)
+        elif any(parameter in counts for counts in counts_of_states):
+            # A first update does not read them.
+            kept[key] = fs.tree_map(partial(torch.zeros_like, device=device_of(leaf)), leaf)
+        else:
+            read[key] = leaf
+    return kept, read
 
 
 def _facts_of_numbers(tree: Any) -> dict[str, str]:

@@ -31,7 +31,6 @@ from fshard.extend import (
     map_leaves,
     map_trained_leaves,
     no_updates,
-    refuse_donated,
     tensor_of,
     zero,
 )
@@ -205,7 +204,6 @@ def adafactor(
     scaling = scale_by_factored_rms(beta2_decay, least_square, reduction_order=reduction_order)
 
     def update(grads: Any, state: AdafactorState, params: Any) -> tuple[Any, Any]:
-        refuse_donated("adafactor", flatten({"grads": grads, "state": state, "params": params}))
         steps, new_state = scaling.update(grads, state, params)
         rate = torch.as_tensor(read_rate(lr, state.updates), dtype=torch.float64)
         stepped = take_with_gradient(params, steps)

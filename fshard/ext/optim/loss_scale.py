@@ -9,7 +9,7 @@ import torch
 import fshard as fs
 from fshard.ext.optim.leaves import map_gradients
 from fshard.ext.optim.wrappers import put_counts_beside
-from fshard.extend import Range, check_arguments, check_numbers, flatten, refuse_donated, run_update, zero
+from fshard.extend import Range, check_arguments, check_numbers, run_update, zero
 
 __all__ = ["dynamic_loss_scale"]
 
@@ -83,7 +83,6 @@ def dynamic_loss_scale(
         return state
 
     def update(grads: Any, state: ScaleState, params: Any, donate: bool = False) -> tuple[Any, ScaleState]:
-        refuse_donated(api_name, flatten({"grads": grads, "state": state, "params": params}))
         # As GradScaler does: the inverse in float64, and one multiplication.
         inverse = state.scale.double().reciprocal().float()
 

@@ -82,7 +82,6 @@ def _init(tx: fs.Optimizer, params: Any) -> WholeState:
 
 
 def _update(tx: fs.Optimizer, grads: Any, state: WholeState, params: Any) -> tuple[Any, WholeState]:
-    refuse_donated("whole", flatten({"grads": grads, "state": state, "params": params}))
     flat = flatten(params)
     leaves = list(flat.leaves)
     states = list(state.leaves)
