@@ -87,8 +87,8 @@ MIRRORS = {
         "tests/test_units_dtypes.py",
     ),
     "fshard/jit/jit.py": ("tests/jit", "tests/test_recovery.py"),
-    "fshard/jit/nodes.py": ("tests/jit", "tests/ext/fit/test_fit.py"),
-    "fshard/jit": ("tests/jit", "tests/ext/optim/test_donated.py"),
+    "fshard/jit/nodes.py": ("tests/ext/jit/test_graph.py", "tests/jit", "tests/ext/fit/test_fit.py"),
+    "fshard/jit": ("tests/ext/jit/test_graph.py", "tests/jit", "tests/ext/optim/test_donated.py"),
     "fshard/ext/optim/block_sums.py": ("tests/ext/optim/test_norm_blocks.py", "tests/ext/optim/test_clip.py"),
     "fshard/optim/from_torch.py": ("tests/optim", "tests/ext/optim"),
     "fshard/optim": ("tests/optim",),
@@ -130,7 +130,7 @@ MIRRORS = {
     "fshard/ext/interop": ("tests/ext/interop",),
     "fshard/ext/trace": ("tests/ext/trace",),
     "fshard/ext/replay": ("tests/ext/replay/test_replay.py", "tests/ext/replay/test_run.py"),
-    "fshard/ext/_compat.py": ("tests/ext/replay/test_run.py",),
+    "fshard/ext/_compat.py": ("tests/ext/replay/test_run.py", "tests/ext/test_hostile_graphs.py"),
 }
 
 
