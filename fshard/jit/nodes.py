@@ -137,10 +137,13 @@ def find_storages(nodes: Iterable[Node]) -> dict[Node, Storages]:
 
 def _find_aliased_source(node: Node) -> Node | None:
     """Return the argument in whose memory the result lies, if the operator says so."""
-    arguments = _compat.arguments_of(node.target)
-    is_alias = is_wait(node) or (arguments and arguments[0].aliased)
-    if is_alias and isinstance(node.args[0], Node):
-        return node.args[0]
+    if is_wait(node):
+        return node.all_input_nodes[0]
+    for number, (argument, value) in enumerate(pair_arguments(node)):
+        # No others: a batch norm writes to running statistics, and its results lie elsewhere.
+        may_hold_result = number == 0 or argument.name == "out"
+        if argument.aliased and may_hold_result and isinstance(value, Node):
+            return value
     return None
 
 

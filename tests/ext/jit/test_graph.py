@@ -223,15 +223,24 @@ def test_views_are_folded_and_bits_and_strides_and_aliases_stay():
         assert [str(node.target.__name__).split(".")[0] for node in calls] == expected
 
 
+def write_beside_what_out_returns(y):
+    row = y[0]
+    result = torch.add(y, 1, out=y).reshape(48)
+    row.add_(1)
+    return result
+
+
 # Writes that reach a tensor by what a trace takes for views of it.
 WRITES = {
     "one reshape": lambda y: (y.reshape(48).add_(1), y),
     "reshapes that end where they began": lambda y: (y.reshape(8, 6).reshape(2, 4, 6).add_(1), y),
     "reshapes in a chain": lambda y: (y.reshape(2, 24).reshape(8, 6).add_(1), y),
+    "what out= returns": write_beside_what_out_returns,
     "a row": lambda y: (y.unbind()[0].reshape(24), y.add_(1)),
 }
 
 
+@pytest.mark.rows(5)
 @pytest.mark.parametrize("name", WRITES)
 def test_a_write_to_what_a_trace_takes_for_a_view_is_not_lost(name, tmp_path):
     """A trace knows no copy that contiguous makes, so a reshape that a write goes through has to be a view."""
