@@ -449,6 +449,8 @@ def _make_descent(lr: Rate, decay: Number = 0.0) -> fs.Optimizer:
         return DescentState(zero())
 
     def update(grads: Any, state: DescentState, params: Any) -> tuple[Any, Any]:
+        # An empty count stays empty, and so does a number. A state is donated as a whole, so that its count tells.
+        refuse_donated("sgd", flatten({"updates": state.updates, "params": params}))
         rate = read_rate(lr, state.updates)
         # A product, because a tensor without a sign has no negative.
         (params,) = leafwise(make_step(decay), grads, [params], numbers=(-1.0 * rate, 1 - rate * decay))

@@ -50,6 +50,21 @@ def test_from_torch_updates_nothing_that_was_donated():
         tx.update(params, state, lose(copied(params)))
 
 
+@pytest.mark.parametrize("shape", [(1,), ()])
+@on_ranks(2)
+def test_sgd_updates_nothing_that_was_donated(shape):
+    """Its count of updates would stay empty, and an empty parameter is broadcast against a gradient of one number."""
+    tx, params = (
+        fs.chain(fs.clip_by_global_norm(1.0), fs.sgd(0.1)),
+        fs.shard({"x": X[1].view(shape)}, fs.ddp(one_axis())),
+    )
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=donated("sgd", r"\['updates'\]")):
+        tx.update(params, lose(copied(state)), params)
+    with pytest.raises(ValueError, match=donated("sgd", r"\['params'\]\['x'\]")):
+        tx.update(params, state, lose(copied(params)))
+
+
 def test_what_was_donated_is_named_by_models_tools_and_messages_about_one_tensor():
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
     model = fs.functionalize(torch.nn.BatchNorm1d(3))
