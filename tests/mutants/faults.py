@@ -29,7 +29,7 @@ MIRRORS = {
     "fshard/random.py": ("tests/jit/test_donation.py",),
     "fshard/tree": (
         *("tests/test_tree.py", "tests/test_law_round_trip.py", "tests/test_update.py"),
-        "tests/ext/optim/test_donated.py",
+        *("tests/ext/optim/test_donated.py", "tests/transforms/test_bad_transforms.py"),
     ),
     "fshard/init": ("tests/test_init.py",),
     "fshard/ext/counter.py": ("tests/test_init.py",),
