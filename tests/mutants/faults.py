@@ -12,7 +12,7 @@ MIRRORS = {
     "fshard/errors.py": ("tests/ext/testing/test_checks.py",),
     "fshard/_compat/autograd.py": ("tests/test_update.py", "tests/jit/test_donation.py"),
     "fshard/_compat/tracing.py": ("tests/jit/test_bad_input.py", "tests/jit/test_steps.py"),
-    "fshard/apply.py": ("tests/test_apply.py", "tests/test_law_agreement.py"),
+    "fshard/apply.py": ("tests/test_apply.py", "tests/test_law_agreement.py", "tests/test_bad_input.py"),
     "fshard/init/drawing.py": ("tests/test_init.py", "tests/test_apply.py"),
     "fshard/remat.py": ("tests/test_remat.py", "tests/ext/parallel/test_moe.py"),
     "fshard/ext/check": ("tests/ext/check/test_check_mistakes.py", "tests/ext/check/test_check_types.py"),
