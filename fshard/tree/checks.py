@@ -1,4 +1,8 @@
-"""Checks that every verb makes of its arguments and trees before it communicates."""
+"""Checks that every verb makes of its arguments and trees before it communicates.
+
+The file has over 600 lines, so that the words of one refusal are not written twice: most checks share the describers,
+ranges and remedies at its top.
+"""
 
 import dataclasses
 import math
