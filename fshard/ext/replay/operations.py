@@ -9,7 +9,7 @@ from torch.fx import Node
 
 import fshard as fs
 from fshard import Axis, Sharded
-from fshard.comm import Collective
+from fshard.comm import Collective, Verb
 from fshard.ext._compat import Frame, frames_of, name_operator, noting_origins, origin_of
 from fshard.extend import (
     Jitted,
@@ -247,9 +247,10 @@ class Operations:
         return next((entry.unit for entry in self._list_collectives(node)), "")
 
     def _list_senders(self, path: str) -> list[Collective]:
-        """List the collectives that send something of a leaf, the last one first."""
-        entries = reversed(self.collectives.values())
-        return [entry for entry in entries if path.endswith(tuple(entry.about.leaves))]
+        """List the collectives that gather a leaf or reduce its gradient, the last one first."""
+        # Those of norms and of the user's sums name leaves of all units at once.
+        entries = [entry for entry in self.collectives.values() if entry.label in (Verb.GATHER, Verb.SCATTER)]
+        return [entry for entry in reversed(entries) if path.endswith(entry.about.leaves)]
 
     def _list_collectives(self, node: Node) -> Iterator[Collective]:
         """List the collectives that a node reads something of, the nearest first."""

@@ -458,3 +458,21 @@ def test_what_all_leaves_need_is_of_no_unit_and_not_of_one_leaf(make_tx):
         assert re.fullmatch(rf"\[0\]\.params\S+ and {leaves - 1} more", report.leaf)
 
     spmd(program, 2)
+
+
+def test_an_update_of_one_leaf_behind_a_norm_is_of_its_unit():
+    path = "blocks.1.inner.weight"
+
+    def spoil(grads, state, params):
+        return grads | {path: fs.tree_map(lambda leaf: leaf * math.nan, grads[path])}, state  # spoil
+
+    tx = fs.chain(fs.clip_by_global_norm(1.0), fs.GradientTransformation(lambda params: (), spoil), fs.sgd(1e-3))
+
+    def program():
+        step, args = make_net(tx=tx)
+        report = fs.replay(step, *args)
+        assert (report.phase, report.unit) == ("update", "blocks.1")
+        assert report.at[0].endswith("# spoil")
+        assert report.leaf == f"[0].params[{path!r}]"
+
+    spmd(program, 2)
