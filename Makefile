@@ -51,10 +51,11 @@ demo: .venv/examples
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/meter.py \
 	    $(BIN)/torchrun --standalone --nproc_per_node 2 examples/ddp_parity.py
 
-EXAMPLES := train_gpt ddp_parity mnist unequal_tokens finetune_lora finetune_peft finetune_embeddings resnet diffusion dp_sgd \
-    maml ensemble hessian custom_transform topk powersgd sibling tensor_parallel four_dimensions diloco rl
+EXAMPLES := train_gpt ddp_parity find_the_nan check_step mnist fit unequal_tokens finetune_lora finetune_peft \
+    finetune_embeddings resnet diffusion dp_sgd maml ensemble hessian custom_transform topk powersgd sibling \
+    tensor_parallel four_dimensions diloco rl
 
-examples: .venv/models
+examples: .venv/embeddings
 	for example in $(EXAMPLES); do \
 	    echo "=== $$example"; \
 	    OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node 2 examples/$$example.py || exit 1; \
@@ -90,9 +91,10 @@ clean:
 # Each stamp records that the extras of its name are installed as pyproject.toml and constraints.txt now say.
 .venv/test: EXTRAS := test,examples
 .venv/models: EXTRAS := test,examples,models
+.venv/embeddings: EXTRAS := embeddings
 .venv/dev: EXTRAS := dev
 .venv/examples: EXTRAS := examples
-.venv/test .venv/models .venv/dev .venv/examples: pyproject.toml constraints.txt | $(BIN)/python
+.venv/test .venv/models .venv/embeddings .venv/dev .venv/examples: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -c constraints.txt -e '.[$(EXTRAS)]'
 	touch $@
 

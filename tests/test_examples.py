@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 import torch
@@ -128,6 +129,25 @@ for path, stops in json.load(sys.stdin):
     except SystemExit as error:
         print(error.code)
 """
+
+
+def test_make_examples_runs_every_program_with_the_extras_that_it_needs():
+    """But for the one that needs Ray, which starts ranks by itself."""
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    (listed,) = re.findall(r"^EXAMPLES := (.*)$", makefile, re.MULTILINE)
+    (stamp,) = re.findall(r"^examples: (\S+)$", makefile, re.MULTILINE)
+    (installs,) = re.findall(rf"^{stamp}: EXTRAS := (\S+)$", makefile, re.MULTILINE)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    installed_extras = set(installs.split(","))
+    for name in installs.split(","):
+        for nested in re.findall(r"fshard\[(.*?)\]", " ".join(extras[name])):
+            installed_extras |= set(nested.split(","))
+
+    rows = re.findall(r"^\| (.*?) \|.*\| `\.(.*?)` \|$", GUIDE.read_text(), re.MULTILINE)
+    programs = {name for row, _ in rows for name in re.findall(r"`(\w+)\.py`", row)}
+    needed = {name for _, install in rows for name in re.findall(r"\w+", install)}
+    assert set(listed.split()) == programs
+    assert needed <= installed_extras
 
 
 @pytest.mark.slow
