@@ -134,7 +134,7 @@ class TrainState(NamedTuple):
         Args:
             params: Parameters from `model.init` or `shard`.
             tx: The optimizer, whose `init` is called on them.
-            buffers: The model's buffers, such as model.buffers.
+            buffers: The model's buffers, such as model.buffers. A step that donates the state donates them too.
             key: Random key of the run: a whole number, which the state holds as an int64 tensor of shape (), or a
                 tensor of integers.
 
