@@ -127,13 +127,13 @@ DIFFERENT = JITTED | {
         lambda params, name: fs.global_norm({name: params[name]}),
         last="0.bias",
         others="0.weight",
-        parts=("(psum_invariant of p=2.0, ['0.bias'])", "(psum_invariant of p=2.0, ['0.weight'])"),
+        parts=("(psum_invariant of norm p=2.0, ['0.bias'])", "(psum_invariant of norm p=2.0, ['0.weight'])"),
     ),
     "leaves of norms": Different(
         lambda params, name: fs.leaf_norms({name: params[name]}),
         last="0.bias",
         others="0.weight",
-        parts=("(psum_invariant of p=2.0, ['0.bias'])", "(psum_invariant of p=2.0, ['0.weight'])"),
+        parts=("(psum_invariant of norm p=2.0, ['0.bias'])", "(psum_invariant of norm p=2.0, ['0.weight'])"),
     ),
     "names of operands": Different(
         lambda _, name: fs.psum({name: X}, fs.axis_of(one_axis())),

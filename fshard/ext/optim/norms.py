@@ -205,7 +205,7 @@ def _sum_powers(
 ) -> list[torch.Tensor]:
     """Sum p-th powers of elements over ranks, or find the largest: of each leaf, or of leaves that are split alike."""
     # Numbers of other leaves have the same shape, so the messages have to say whose they are.
-    described = [f"p={float(p)}", *paths]
+    described = [f"norm p={float(p)}", *paths]
     with annotate_collectives((), described):
         if order.keeps_bits and not math.isinf(p):
             return element_sums(leaves, squares=True)

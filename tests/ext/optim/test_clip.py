@@ -160,5 +160,5 @@ def test_ranks_with_norms_of_other_orders_are_refused():
     """Their powers would be added up, and each would take a root of its own."""
     grads = fs.shard({"a": torch.ones(4)}, fs.zero2(one_axis(), min_shard_elements=0))
     for norm in (fs.global_norm, fs.leaf_norms):
-        with pytest.raises(RuntimeError, match=r"ranks differ in a collective\n.*of p=1.0(.|\n)*of p=2.0"):
+        with pytest.raises(RuntimeError, match=r"ranks differ in a collective\n.*of norm p=1.0(.|\n)*of norm p=2.0"):
             norm(grads, 1.0 + my_rank())
