@@ -240,11 +240,13 @@ def _write_ms(seconds: float) -> str:
 
 
 def _write_table(first: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Write a table, with the names of rows on the left."""
-    name_width = max(map(len, (first, *rows)))
-    widths = [max(map(len, column)) for column in zip(columns, *rows.values(), strict=True)]
+    """Write a table, with the names of rows on the left, of which long ones are shortened."""
+    table = {first: columns, **rows}
+    names = [name if len(name) <= 32 else f"{name[:14]}...{name[-15:]}" for name in table]
+    name_width = max(map(len, names))
+    widths = [max(map(len, column)) for column in zip(*table.values(), strict=True)]
     yield ""
-    for name, cells in {first: columns, **rows}.items():
+    for name, cells in zip(names, table.values(), strict=True):
         aligned = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)]
         yield "  ".join([f"{name:<{name_width}}", *aligned])
 

@@ -58,6 +58,16 @@ def test_table():
     assert str(Report(two_ranks(), 500_000)) == TABLE
 
 
+def test_long_names_do_not_widen_the_table_and_each_keeps_its_row():
+    """Leaves that no unit holds have such names, as those of a norm or of `fs.gather`."""
+    names = [f"['up'], ['down of layer {number}'], and 10 more" for number in range(2)]
+    gathers = [event("gather", (name,), 10 * i, (10 * i + 1, 10 * i + 2)) for i, name in enumerate(names)]
+    report = Report([timeline(0, *gathers)], 0)
+    assert [row.unit for row in report.units][:2] == names
+    rows = [line for line in str(report).splitlines() if line.startswith("['up")]
+    assert [row.split("  ")[0] for row in rows] == 2 * ["['up'], ['down...'], and 10 more"]
+
+
 def computing(line):
     return [span for span in list_spans(line) if span.event is None]
 
