@@ -1,10 +1,14 @@
 """The pages of the documentation: their programs run, and the API reference has every public name."""
 
+import io
 import linecache
 import re
 import runpy
 import shutil
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -26,6 +30,8 @@ LONG = {
     *("how_to/norms_and_logging.md", "how_to/plan_memory.md", "how_to/profile.md", "how_to/same_bits.md"),
     "how_to/save_graphs.md",
 }
+# These show times, masks of processes, and the last line of a loop that is cut short here.
+OTHER_NUMBERS = ("how_to/norms_and_logging.md", "how_to/profile.md", "start.md")
 
 
 def name_of(page: Path) -> str:
@@ -37,15 +43,33 @@ def blank(text: str) -> str:
     return "\n" * text.count("\n")
 
 
-def program_of(page: Path) -> str:
-    """The programs of a page, which continue each other, on the lines of the page; two steps of a long loop."""
+class Program(NamedTuple):
+    """A program of a page, on the lines of the page, and the text that the page shows behind it."""
+
+    code: str
+    shown: str
+
+
+def programs_of(page: Path) -> list[Program]:
+    """The programs of a page, which continue each other; two steps of a long loop."""
     text = page.read_text().replace("range(200)", "range(2)")
-    parts = []
-    end = 0
+    programs = []
     for block in BLOCK.finditer(text):
-        parts += [blank(text[end : block.start(1)]), block[1]]
-        end = block.end(1)
-    return "".join(parts)
+        (following,) = re.findall(r"\A(.*?)(?=^```python|\Z)", text[block.end() :], re.DOTALL | re.MULTILINE)
+        shown = re.search(r"^```text\n(.*?)^```$", following, re.DOTALL | re.MULTILINE)
+        programs.append(Program(blank(text[: block.start(1)]) + block[1], shown[1] if shown else ""))
+    return programs
+
+
+def program_of(page: Path) -> str:
+    """The programs of a page as one, on the lines of the page."""
+    lines = [program.code.split("\n") for program in programs_of(page)]
+    return "\n".join(["".join(parts) for parts in zip_longest(*lines, fillvalue="")])
+
+
+def without_lines(text: str) -> str:
+    """What a program prints, but for the files and lines of a page, which its text calls train.py."""
+    return re.sub(r"\S+\.(md|py):\d+", "train.py", text).strip()
 
 
 @pytest.mark.rows(100)
@@ -55,21 +79,27 @@ def program_of(page: Path) -> str:
     ids=name_of,
 )
 def test_the_programs_of_a_page_run(page, tmp_path, monkeypatch):
-    """On two ranks, or as many as the page says at its beginning."""
+    """On two ranks, or as many as the page says at its beginning; the first prints what the page shows."""
     monkeypatch.chdir(tmp_path)
     # As launchers name a job.
     monkeypatch.setenv("FSHARD_JOB_ID", "a page")
     front_matter = FRONT_MATTER.match(page.read_text())
     world_size = int(front_matter[1]) if front_matter else 2
     setup = compile(SETUP.read_text(), str(SETUP), "exec")
-    program = compile(program_of(page), str(page), "exec")
+    programs = [(compile(program.code, str(page), "exec"), program.shown) for program in programs_of(page)]
     # A page is no source that inspect would find.
     linecache.checkcache(str(page))
 
     def run():
-        scope = {"__name__": "page"}
+        printed = io.StringIO()
+        scope = {"__name__": "page", "print": partial(print, file=printed)}
         exec(setup, scope)
-        exec(program, scope)
+        for program, shown in programs:
+            printed.truncate(0)
+            printed.seek(0)
+            exec(program, scope)
+            if shown and printed.getvalue() and name_of(page) not in OTHER_NUMBERS:
+                assert without_lines(printed.getvalue()) == without_lines(shown)
 
     spmd(run, world_size, timeout=200.0)
 
