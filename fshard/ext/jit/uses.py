@@ -99,24 +99,28 @@ def _find_gradients(module: GraphModule, collectives: Mapping[Node, comm.Collect
 
 def _find_known_uses(graph: Any, args: Any) -> dict[Node, str]:
     """Find the uses of a graph's inputs, and of those results that are fields of a state."""
-    uses: dict[Node, str] = {}
-    for use, node in _list_uses(graph.results):
-        if use and node is not None:
-            uses[node] = use
-    tensors = (Sharded, torch.Tensor)
-    inputs = [use or "inputs" for use, leaf in _list_uses(args) if isinstance(leaf, tensors)]
+    uses = {node: use for use, node in _list_uses(graph.results) if use and node is not None}
+    inputs = [use or "inputs" for use, leaf in _list_uses(args) if isinstance(leaf, Sharded | torch.Tensor)]
     uses |= zip(graph_nodes.find_inputs(graph.module.graph), inputs, strict=True)
     return uses
 
 
-def _list_uses(trees: Any) -> Iterator[tuple[str, Any]]:
+def _list_uses(trees: Any) -> list[tuple[str, Any]]:
     """List the leaves of a step's arguments or results, each with its use, which is empty outside of a state."""
-    uses = dict(_USES_OF_FIELDS)
-    for tree in trees if type(trees) is tuple else (trees,):
-        parts = tree._asdict() if hasattr(tree, "_asdict") else {"": tree}
-        for name, part in parts.items():
-            for leaf in flatten(part).leaves:
-                yield uses.get(name, ""), leaf
+    uses: dict[int, str] = {}
+    for state in _find_states(trees):
+        for name, use in _USES_OF_FIELDS:
+            uses |= dict.fromkeys(map(id, flatten(getattr(state, name, None)).leaves), use)
+    return [(uses.get(id(leaf), ""), leaf) for leaf in flatten(trees).leaves]
+
+
+def _find_states(tree: Any) -> Iterator[Any]:
+    """Find states, of which a step may have several, such as one for each network of a GAN."""
+    if hasattr(tree, "params"):
+        yield tree
+    elif isinstance(tree, tuple | list | dict):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from _find_states(part)
 
 
 def _count_elements(node: Node) -> int:

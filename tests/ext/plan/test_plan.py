@@ -70,6 +70,21 @@ def test_one_rank_holds_its_state_and_sends_nothing():
     assert 7 < fs.plan(update, state, state.params, mesh={"shard": 1}, rates=rates).seconds < 8.1
 
 
+def test_each_of_several_states_is_told_by_its_parts():
+    """As those of a GAN, in a tuple or a dict."""
+    step, (state, x) = case()
+    one = make_plan()
+
+    def two_steps(states, x):
+        first, (second,) = states
+        return (step(first, x)[0], {"second": step(second["state"], x)[0]})
+
+    plan = fs.plan(two_steps, (state, [{"state": fs.tree_map(torch.clone, state)}]), x, mesh=MESH)
+    assert plan.arguments.parameters == 2 * one.arguments.parameters > 0
+    assert plan.arguments.optimizer_state == 2 * one.arguments.optimizer_state > 0
+    assert plan.arguments.inputs == nbytes(x, state.step, state.step)
+
+
 def test_parts_of_the_peak_add_up_and_shrink_with_the_mesh():
     plans = [make_plan(ranks) for ranks in (1, 4, 4096)]
     for plan in plans:
