@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,11 +11,10 @@ from fshard.checkpoint import CheckpointError
 from fshard.ext.interop import dcp_files
 from fshard.ext.interop import optimizer_state as states
 from fshard.ext.interop.export import new_files
-from fshard.ext.interop.module_exchange import ModuleExchange
-from fshard.extend import COUNT, Entry, Range, check_arguments
+from fshard.ext.interop.module_exchange import ModuleExchange, name_of_fsdp2, named_leaves
+from fshard.extend import COUNT, Entry, Range, check_arguments, expect
 
 StateDict = dict[str, Any]
-Value = TypeVar("Value")
 TEXT = Range("a text", lambda value: isinstance(value, str))
 
 
@@ -35,7 +33,8 @@ def save_dcp(
     The files are those that `dcp.save({"model": model_state, "optim": optimizer_state})` writes of the results of
     `get_state_dict(module, optimizer)`. Each rank writes its own shards. The step, the key and the state of transforms
     are not written, because FSDP2 has no place for them; `fs.checkpoint.save` writes everything. A parameter that never
-    had a gradient has the state that the torch class begins with, and none if it begins without.
+    had a gradient has the state that the torch class begins with. If it begins without, as SGD with dampening does, the
+    parameter has none, or zeros before the first update, as torch writes them.
 
     Args:
         directory: Where the files go; it is made if it is missing. Files appear when they are complete.
@@ -49,8 +48,8 @@ def save_dcp(
         flatten_optimizer_state_dict: Whether to write parameter groups by parameter, as torch's option of that name.
 
     Raises:
-        ValueError: on every rank, if a leaf is no tensor or ranks hold different leaves, or the optimizer's state
-            holds more than that of `fs.from_torch`.
+        ValueError: on every rank, if a leaf is no tensor or ranks hold different leaves, or if the optimizer's state
+            holds more than that of `fs.from_torch`, or is of another class or other options than `optimizer`.
         CheckpointError: on every rank, if the directory has a checkpoint already, or files cannot be written.
 
     >>> import tempfile, torch, fshard as fs
@@ -76,7 +75,7 @@ def save_dcp(
     model = _find_dict(state_dict, model_key)
     for name, leaf in leaves.items():
         for alias in exchange.saved_as(name):
-            model[alias if module is None else _name_of_fsdp2(alias)] = leaf
+            model[alias if module is None else name_of_fsdp2(alias)] = leaf
     if has_optimizer and optimizer is not None:
         content = _optimizer_content(exchange, state.opt_state, optimizer, flatten_optimizer_state_dict)
         _find_dict(state_dict, optimizer_key).update(content)
@@ -89,36 +88,19 @@ def _optimizer_content(
     exchange: ModuleExchange, opt_state: Any, optimizer: torch.optim.Optimizer, is_flat: bool
 ) -> StateDict:
     """List the state and the parameter groups of an optimizer, as its state dict has them."""
-    slots = states.collect_slots(exchange, opt_state)
-    exchange.find_holders(slots, {})
-    flat: StateDict = {}
-    nested: dict[str, StateDict] = {}
+    slots, groups, names = states.describe_optimizer(exchange, opt_state, optimizer)
     # A first step from zeros would be another one. Where state is missing, FSDP2 refuses the checkpoint.
-    without_updates = states.names_without_updates(state.counts for state in states.list_states(opt_state))
-    # Before the first update, something has to say where the state belongs.
-    has_updates = any(states.split_slot(key)[0] not in without_updates for key in slots)
-    for key, leaf in slots.items():
-        parameter, slot = states.split_slot(key)
-        if has_updates and parameter in without_updates:
-            continue
-        name = _name_of_fsdp2(parameter)
-        flat[f"state.{name}.{slot}"] = leaf
-        nested.setdefault(name, {})[slot] = leaf
-    names = states.list_parameter_names(exchange, optimizer)
-    groups = states.fill_groups(exchange, opt_state, optimizer, names)
+    counts = states.list_counts(opt_state)
+    updated = {key: leaf for key, leaf in slots.items() if int(counts.get(states.parameter_of(key), 1))}
+    # Before the first update torch's own checkpoint has zeros too.
+    state_by_name = states.by_parameter(updated or slots)
+    state = {name_of_fsdp2(name): kept for name, kept in state_by_name.items()}
+    values_of_members: dict[str, StateDict] = {}
     for group in groups:
-        group["params"] = [_name_of_fsdp2(names[number]) for number in group["params"]]
-        for member in group["params"]:
-            flat |= {f"param_groups.{member}.{key}": value for key, value in group.items() if key != "params"}
-    return flat if is_flat else {"state": nested, "param_groups": groups}
-
-
-def _check_trust(directory: Path, trusted: bool) -> None:
-    """Refuse to read a checkpoint whose author may run code here, unless the caller trusts it."""
-    if trusted is not True:
-        path = directory / dcp_files.METADATA
-        remedy = "pass trusted=True if you trust whoever wrote it, or have it written as safetensors"
-        raise CheckpointError(f"{path} is pickled, and reading it can run code of its author; {remedy}")
+        group["params"] = [name_of_fsdp2(names[number]) for number in group["params"]]
+        values = {key: value for key, value in group.items() if key != "params"}
+        values_of_members |= dict.fromkeys(group["params"], values)
+    return {"state": state, "param_groups": values_of_members if is_flat else groups}
 
 
 def load_dcp(
@@ -171,21 +153,27 @@ def load_dcp(
         check_arguments(exchange.label, TEXT, model_key=model_key, optimizer_key=optimizer_key)
         check_arguments(exchange.label, COUNT, updates=updates)
         path = exchange.path("directory", directory)
-        _check_trust(path, trusted)
+        if trusted is not True:
+            remedy = "pass trusted=True if you trust whoever wrote it, or have it written as safetensors"
+            metadata = path / dcp_files.METADATA
+            raise CheckpointError(f"{metadata} is pickled, and reading it can run code of its author; {remedy}")
         entries, values = dcp_files.read_contents(path)
     prefix = _prefix(optimizer_key)
     others = {key: entry for key, entry in entries.items() if not key.startswith(f"{prefix}state.")}
     leaves = _model_leaves(exchange, like, needs_values=False)
     weights = _entries_under(_prefix(model_key), others, leaves, exchange.label, "model_key")
-    filled = exchange.fill(_rename(exchange.first, weights), leaves)
+    filled = exchange.fill(weights, leaves)
     if not hasattr(like, "opt_state"):
         return exchange.with_leaves(like, filled)
-    slot_leaves = states.collect_slots(exchange, like.opt_state)
-    stored = _entries_under(f"{prefix}state.", entries, slot_leaves, exchange.label, "optimizer_key")
-    slots = _rename(slot_leaves, stored)
+    kept = states.by_parameter(states.collect_slots(exchange, like.opt_state))
+    stored = _entries_under(f"{prefix}state.", entries, named_leaves(kept), exchange.label, "optimizer_key")
+    slots = {}
+    for key, entry in stored.items():
+        parameter, _, name = key.rpartition(".")
+        slots[f"{name}.{exchange.first.get(parameter, parameter)}"] = entry
     with exchange.raise_on_all_ranks(directory):
-        hypers = _read_hypers(values, f"{prefix}param_groups.", like.opt_state)
-    opt_state = states.rebuild_state(exchange, like.opt_state, slots, _rename(exchange.first, hypers), updates)
+        groups = _read_groups(exchange, values, f"{prefix}param_groups.", like.opt_state)
+    opt_state = states.rebuild_state(exchange, like.opt_state, slots, groups, updates)
     counts = [int(state.updates) for state in states.list_states(opt_state)]
     return like._replace(
         step=torch.full_like(like.step, max(counts, default=0)),
@@ -195,23 +183,26 @@ def load_dcp(
     )
 
 
-def _read_hypers(values: Mapping[str, Callable[[], Any]], prefix: str, opt_state: Any) -> dict[str, dict[str, Any]]:
-    """Read the values that a state takes from parameter groups, by parameter.
+def _read_groups(
+    exchange: ModuleExchange, values: Mapping[str, Callable[[], Any]], prefix: str, opt_state: Any
+) -> list[states.Group]:
+    """Read the values that a state takes from parameter groups.
 
     Where the optimizer's state was flattened, each parameter is a group without members.
     """
     injected = {name for state in states.list_states(opt_state) for name in state.hyper}
-    groups: dict[str, dict[str, Any]] = {}
+    values_of_groups: dict[str, StateDict] = {}
     for key, read in values.items():
         group, _, name = key.rpartition(".")
         if group.startswith(prefix):
-            hyper = groups.setdefault(group.removeprefix(prefix), {})
+            hyper = values_of_groups.setdefault(group.removeprefix(prefix), {})
             if name in injected or name == "params":
                 hyper[name] = read()
-    hypers: dict[str, dict[str, Any]] = {}
-    for group, hyper in groups.items():
-        hypers |= dict.fromkeys(hyper.get("params", [group]), hyper)
-    return hypers
+    groups = []
+    for group, hyper in values_of_groups.items():
+        members = hyper.get("params", [group])
+        groups.append(states.Group({exchange.first.get(name, name) for name in members}, hyper))
+    return groups
 
 
 def _model_leaves(exchange: ModuleExchange, state: Any, *, needs_values: bool) -> dict[str, Any]:
@@ -220,11 +211,6 @@ def _model_leaves(exchange: ModuleExchange, state: Any, *, needs_values: bool) -
     params = exchange.leaves(state.params, needs_values=needs_values)
     buffers = exchange.leaves(state.buffers, needs_values=needs_values)
     return params | buffers
-
-
-def _name_of_fsdp2(name: str) -> str:
-    """Leave out what torch.compile adds to a name: state_dict() of a module keeps it, and get_state_dict does not."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _prefix(key: str) -> str:
@@ -237,21 +223,11 @@ def _entries_under(
 ) -> dict[str, Entry]:
     """Take the entries under a prefix. If there are none, say where else the checkpoint has one of these names."""
     taken = {name.removeprefix(prefix): entry for name, entry in entries.items() if name.startswith(prefix)}
-    name = _name_of_fsdp2(min(names, default=""))
-    if taken or not name:
-        return taken
-    others = [other for other in sorted(entries) if f".{other}".endswith(f".{name}")]
-    places = " and ".join(others) or "nothing"
-    raise ValueError(
-        f"{label}: expected {prefix}{name} in the checkpoint, got {places}. Pass its key as {argument}=, which is "
-        '"" for the top.'
-    )
-
-
-def _rename(names: Iterable[str], entries: Mapping[str, Value]) -> dict[str, Value]:
-    """Give entries that FSDP2 named the names that they have here."""
-    by_key = {_name_of_fsdp2(name): name for name in names}
-    return {by_key.get(key, key): entry for key, entry in entries.items()}
+    name = name_of_fsdp2(min(names, default=""))
+    places = [other for other in sorted(entries) if f".{other}".endswith(f".{name}")]
+    remedy = f'pass its key as {argument}=, which is "" for the top'
+    expect(taken or not name, label, f"{prefix}{name} in the checkpoint", " and ".join(places) or "nothing", remedy)
+    return taken
 
 
 def _find_dict(state_dict: StateDict, key: str) -> StateDict:

@@ -164,7 +164,7 @@ def load_huggingface(
         if names is not None:
             with exchange.raise_on_all_ranks():
                 renamed = _rename(exchange.label, filter(exchange.saved_as, leaves), names)
-                for name in exchange.first:
+                for name in chain.from_iterable(exchange.saved.values()):
                     renamed.setdefault(names(name), name)
             # A tensor may have the name of a leaf that `names` calls otherwise, and must not be taken for it.
             entries = {renamed.get(name, f"{name} (in the files)"): entry for name, entry in entries.items()}

@@ -23,6 +23,11 @@ from fshard.extend import (
     unsharded,
 )
 
+REMEDY = (
+    "pass a tree of the same names; module= knows which are tied or not saved, cast=True of from_state_dict and "
+    "load_huggingface changes dtypes, strict=False of load_huggingface passes over what only one has"
+)
+
 
 class ModuleExchange(Exchange):
     """Moves parameters and buffers of a module: every rank makes the same calls.
@@ -30,9 +35,9 @@ class ModuleExchange(Exchange):
     A tied parameter of a module has several names, of which fshard uses the first.
 
     Attributes:
-        first: The first name of each tensor of the module, by each of its names, with those of wrappers.
+        first: The first name of each tensor of the module, by each of its names, with those of wrappers and of FSDP2.
         saved: The names that a state dict has of each tensor, by the first.
-        unsaved: The names of buffers that are not persistent.
+        unsaved: The names of buffers that a state dict does not have.
         by_tensor: The first name of each tensor, by its id.
         frozen: The first names of tensors that take no gradient.
     """
@@ -50,7 +55,6 @@ class ModuleExchange(Exchange):
             module = nn.Module()
         expect(isinstance(module, nn.Module), label, "module to be a torch module or None", describe(module))
 
-        self.unsaved = unsaved_buffers(module)
         self.first: dict[str, str] = {}
         self.saved: dict[str, list[str]] = {}
         self.by_tensor: dict[int, str] = {}
@@ -60,12 +64,12 @@ class ModuleExchange(Exchange):
         for name_with_wrappers, tensor in chain(parameters, module.named_buffers(remove_duplicate=False)):
             name = name_without_wrappers(name_with_wrappers)
             first = self.by_tensor.setdefault(id(tensor), name)
-            self.first[name] = first
-            self.first[name_with_wrappers] = first
+            self.first |= dict.fromkeys((name, name_with_wrappers, name_of_fsdp2(name)), first)
             if not tensor.requires_grad:
                 self.frozen.add(first)
             if name in in_state_dict:
                 self.saved.setdefault(first, []).append(name)
+        self.unsaved = unsaved_buffers(module) - self.saved.keys()
 
     def saved_as(self, name: str) -> list[str]:
         """The names under which a state dict has a leaf; none for a buffer that is not persistent."""
@@ -79,7 +83,8 @@ class ModuleExchange(Exchange):
         """
         with self.raise_on_all_ranks():
             check_flags(self.label, **flags)
-            leaves = named_leaves(self.flat(tree, needs_values=needs_values))
+            self.flat(tree, needs_values=needs_values)
+            leaves = named_leaves(tree)
             problems = []
             for name, leaf in leaves.items():
                 is_tensor = isinstance(leaf, torch.Tensor | fs.Sharded)
@@ -117,6 +122,7 @@ class ModuleExchange(Exchange):
         leaves: Mapping[str, Any],
         cast: bool = False,
         optional: Container[str] = (),
+        remedy: str = REMEDY,
     ) -> dict[str, Any]:
         """Read this rank's box of every leaf by its name, or refuse, on every rank, what does not fit.
 
@@ -125,6 +131,7 @@ class ModuleExchange(Exchange):
             leaves: The leaves by name.
             cast: Whether to convert from one floating dtype to another.
             optional: Names of leaves that need no entry if they have values.
+            remedy: What the caller can do about what does not fit.
 
         Returns:
             New leaves by name.
@@ -140,15 +147,10 @@ class ModuleExchange(Exchange):
         kept = {}
         for name, leaf in leaves.items():
             # A state dict has no buffers that are not persistent, which stay as they are if they have values.
-            is_optional = name in optional or not self.saved_as(name)
+            is_optional = name in optional or name in self.unsaved
             if name not in entries_of and is_optional and not tensor_of(leaf).is_meta:
                 kept[name] = fs.tree_map(torch.clone, leaf)
         others = {name: leaf for name, leaf in leaves.items() if name not in kept}
-        flags = (
-            "cast=True of from_state_dict and load_huggingface changes dtypes, strict=False of load_huggingface passes "
-            "over what only one has"
-        )
-        remedy = f"pass a tree of the same names; module= knows which are tied or not saved, {flags}"
         return kept | self.read(others, entries_of, remedy)
 
     @staticmethod
@@ -163,7 +165,13 @@ def is_full(value: Any) -> bool:
     return type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided and not value.is_meta
 
 
-def named_leaves(flat: Any) -> dict[str, Any]:
-    """The leaves of a flattened tree that are not None, by name."""
+def name_of_fsdp2(name: str) -> str:
+    """Leave out what torch.compile adds to a name: state_dict() of a module keeps it, and get_state_dict does not."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree that are not None, by name."""
+    flat = flatten(tree)
     pairs = zip(flat.names, flat.leaves, strict=True)
     return {name: leaf for name, leaf in pairs if leaf is not None}

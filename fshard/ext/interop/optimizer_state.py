@@ -1,10 +1,9 @@
 """The state of torch.optim's optimizers, to and from states that `fs.from_torch` made."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
-from itertools import chain
+import inspect
+from collections.abc import Iterable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,16 +17,24 @@ from fshard.extend import (
     TorchState,
     check_arguments,
     describe,
-    device_of,
     expect,
     flatten,
     refuse,
-    tensor_of,
 )
 
 StateDict = dict[str, Any]
-# The values of a parameter's group, by the name of the parameter.
-Hypers = Mapping[str, Mapping[str, Any]]
+
+
+class Group(NamedTuple):
+    """Parameters of the same hyperparameters: those of a group of a torch optimizer, or of a state.
+
+    Attributes:
+        members: The names of the parameters.
+        values: The hyperparameters by name.
+    """
+
+    members: set[str]
+    values: Mapping[str, Any]
 
 
 def to_optimizer_state_dict(
@@ -46,8 +53,8 @@ def to_optimizer_state_dict(
         state in it.
 
     Raises:
-        ValueError: on every rank, if there is state that torch's optimizers do not have, or state of parameters that
-            the torch optimizer does not have.
+        ValueError: on every rank, if there is state that torch's optimizers do not have, or state of parameters, a
+            class or options that the torch optimizer does not have.
 
     >>> import torch, fshard as fs
     >>> module = torch.nn.Linear(2, 1, bias=False)
@@ -60,26 +67,19 @@ def to_optimizer_state_dict(
     {'momentum_buffer': tensor([[1., 1.]])}
     """
     exchange = ModuleExchange("checkpoint.to_optimizer_state_dict", module)
-    numbers = {name: number for number, name in enumerate(list_parameter_names(exchange, optimizer))}
-    slots = collect_slots(exchange, opt_state)
-    exchange.find_holders(slots, {})
-    unknown = sorted(_owners_of(slots) - numbers.keys())
-    problems = [Problem(name, "has state, but is no parameter of the torch optimizer") for name in unknown]
-    refuse(f"{exchange.label}: states do not fit", problems, "pass the optimizer of all that was trained")
-    counters: list[Any] = []
-    for each in list_states(opt_state):
-        counters += [each.slots.get("step", {}), each.counts]
-    without_state = names_without_updates(counters)
-    updated = {key: leaf for key, leaf in slots.items() if split_slot(key)[0] not in without_state}
+    slots, groups, names = describe_optimizer(exchange, opt_state, optimizer)
+    counts = list_counts(opt_state)
+    updated = {}
+    for key, leaf in slots.items():
+        parameter = parameter_of(key)
+        if int(slots.get(f"step.{parameter}", counts.get(parameter, 1))):
+            updated[key] = leaf
     full = exchange.gather(updated, rank0_only)
     if rank0_only and exchange.rank:
         return {}
-    state: dict[int, StateDict] = {}
-    for key, tensor in full.items():
-        parameter, slot = split_slot(key)
-        state.setdefault(numbers[parameter], {})[slot] = tensor
-    groups = fill_groups(exchange, opt_state, optimizer, list(numbers))
-    return {"state": dict(sorted(state.items())), "param_groups": groups}
+    state_by_name = by_parameter(full)
+    state = {number: state_by_name[name] for number, name in enumerate(names) if name in state_by_name}
+    return {"state": state, "param_groups": groups}
 
 
 def from_optimizer_state_dict(
@@ -120,21 +120,22 @@ def from_optimizer_state_dict(
     """
     exchange = ModuleExchange("checkpoint.from_optimizer_state_dict", module)
     expected = "state_dict to be the state dict of a torch optimizer, with state and param_groups"
-    hypers: dict[str, StateDict] = {}
+    groups = []
     with exchange.raise_on_all_ranks():
         check_arguments(exchange.label, COUNT, updates=updates)
         names = dict(enumerate(list_parameter_names(exchange, optimizer)))
         try:
             entries = _entries_of(exchange.label, state_dict["state"], names)
             for group in state_dict["param_groups"]:
-                hypers |= {names[number]: group for number in group["params"] if number in names}
+                members = {names[number] for number in group["params"] if number in names}
+                groups.append(Group(members, group))
         except (AttributeError, LookupError, TypeError) as error:
             expect(False, exchange.label, expected, f"{describe(state_dict)}: {error}")
-    return rebuild_state(exchange, like, entries, hypers, updates)
+    return rebuild_state(exchange, like, entries, groups, updates)
 
 
 def _entries_of(label: str, state: Mapping[int, StateDict], names: Mapping[int, str]) -> dict[str, Entry]:
-    """Name the tensors of a torch optimizer's state by parameter and slot."""
+    """Name the tensors of a torch optimizer's state as those of `collect_slots`."""
     entries = {}
     for number, slots in state.items():
         name = names.get(number, f"parameter {number}")
@@ -142,7 +143,7 @@ def _entries_of(label: str, state: Mapping[int, StateDict], names: Mapping[int, 
             if isinstance(value, int | float):
                 value = torch.tensor(value, dtype=torch.float32)
             if value is not None:
-                key = f"{name}.{slot}"
+                key = f"{slot}.{name}"
                 expect(is_full(value), label, f"{key} to be a full tensor or a number", describe(value))
                 entries[key] = Entry.of(value)
     return entries
@@ -161,8 +162,58 @@ def list_parameter_names(exchange: ModuleExchange, optimizer: torch.optim.Optimi
     return names
 
 
+def describe_optimizer(
+    exchange: ModuleExchange, opt_state: Any, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Any], list[StateDict], list[str]]:
+    """Describe the torch optimizer that a state made by `from_torch` belongs to.
+
+    Args:
+        exchange: The exchange.
+        opt_state: The state.
+        optimizer: The torch optimizer, whose own state does not count.
+
+    Returns:
+        What `collect_slots` does, the optimizer's groups with the hyperparameters that the state holds for them, and
+        the names of its parameters.
+
+    Raises:
+        ValueError: on every rank, if the optimizer would have other state, or a group has several numbers.
+    """
+    names = list_parameter_names(exchange, optimizer)
+    slots = collect_slots(exchange, opt_state)
+    exchange.find_holders(slots, {})
+    unknown = sorted(set(map(parameter_of, slots)).difference(names))
+    problems = [Problem(name, "has state, but is no parameter of the torch optimizer") for name in unknown]
+    refuse(f"{exchange.label}: states do not fit", problems, "pass the optimizer of all that was trained")
+    _check_class(exchange.label, slots, optimizer)
+    groups = optimizer.state_dict()["param_groups"]
+    groups_of_states = _list_groups(exchange, opt_state, names)
+    for group in groups:
+        members = [names[number] for number in group["params"]]
+        group |= _take_numbers(exchange.label, group, members, groups_of_states)
+    return slots, groups, names
+
+
+def _check_class(label: str, slots: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse state of another class of torch.optim than that of an optimizer, or of other options."""
+    cls = type(optimizer)
+    # The arguments of another's class may have other names in its groups.
+    if cls not in vars(torch.optim).values():
+        return
+    expected: set[str] = set()
+    for group in optimizer.param_groups:
+        arguments = inspect.signature(cls).parameters.keys() & group.keys() - {"params", "capturable"}
+        tx = fs.from_torch(cls, **{name: group[name] for name in arguments})
+        dims = {parameter.dim() for parameter in group["params"]}
+        expected |= tx.init([torch.zeros((1,) * dim, device="cpu") for dim in dims]).slots.keys()
+    names = {key.partition(".")[0] for key in slots}
+    text = f"a state with {sorted(expected)}, which this {cls.__name__} keeps"
+    remedy = "pass an optimizer of the class and options that the state was made with"
+    expect(names == expected, label, text, f"{sorted(names)}", remedy)
+
+
 def collect_slots(exchange: ModuleExchange, opt_state: Any) -> dict[str, Any]:
-    """Collect the leaves of a state made by `from_torch`, by the names of parameter and slot with a dot between.
+    """Collect what torch classes keep in a state made by `from_torch`, by names such as exp_avg.layer.weight.
 
     Raises:
         ValueError: if it has state besides that torch's optimizers do not have.
@@ -176,178 +227,102 @@ def collect_slots(exchange: ModuleExchange, opt_state: Any) -> dict[str, Any]:
     refuse(f"{exchange.label}: torch's optimizers have no such state", rest.problems(describe_misfit), remedy)
     slots: dict[str, Any] = {}
     for state in list_states(opt_state):
-        slots |= _slots_of(state)
+        slots |= named_leaves(state.slots)
     return slots
 
 
-def split_slot(key: str) -> list[str]:
-    """Split the name of a parameter's slot, such as exp_avg, into that of the parameter and that of the slot."""
-    return key.rsplit(".", 1)
-
-
-def _owners_of(slots: Iterable[str]) -> set[str]:
-    """Name the parameters of some slots."""
-    return {split_slot(key)[0] for key in slots}
-
-
-def fill_groups(
-    exchange: ModuleExchange, opt_state: Any, optimizer: torch.optim.Optimizer, names: Sequence[str]
-) -> list[StateDict]:
-    """Return the parameter groups of a torch optimizer, with the numbers that a state holds for their parameters.
-
-    Args:
-        exchange: The exchange.
-        opt_state: The state.
-        optimizer: The torch optimizer.
-        names: The names of its parameters.
-
-    Raises:
-        ValueError: if states have different numbers for the parameters of one group.
-    """
-    groups = optimizer.state_dict()["param_groups"]
-    owner_sets = _owners_of_states(exchange, opt_state, names)
-    for group in groups:
-        members = [names[number] for number in group["params"]]
-        hypers = []
-        for state, owners in owner_sets:
-            if not owners.isdisjoint(members):
-                hypers.append(state.hyper)
-        for name in group.keys() & {*chain.from_iterable(hypers)}:
-            numbers = [hyper[name] for hyper in hypers if name in hyper]
-            group[name] = _one_number(exchange.label, name, numbers)
-    return groups
-
-
 def rebuild_state(
-    exchange: ModuleExchange, like: Any, entries: Mapping[str, Entry], hypers: Hypers, updates: int | None
+    exchange: ModuleExchange, like: Any, entries: Mapping[str, Entry], groups: Iterable[Group], updates: int | None
 ) -> Any:
     """Read a state. That of a parameter that never had a gradient, of which torch has none, is as in `like`.
 
     Args:
         exchange: The exchange.
         like: The state as it shall be.
-        entries: The entry of each parameter and slot, by their names with a dot between.
-        hypers: The values of each parameter's group. What they lack stays as it is in `like`.
+        entries: The entries by the names that `collect_slots` gives.
+        groups: The torch optimizer's groups. Hyperparameters that they lack stay as they are in `like`.
         updates: How many updates were made; None takes the class's own count.
 
     Raises:
         ValueError: on every rank, if the number of updates is not known, or ranks read different states.
     """
-    remedy = "pass the state of the same torch class and options, for the same module"
     leaves = collect_slots(exchange, like)
-    with_state = _owners_of(entries)
-    without_state = hypers.keys() - with_state if with_state else set()
-    kept, read = _keep_state(like, leaves, without_state)
+    names = set[str]().union(*(group.members for group in groups))
+    without_state = names.difference(map(parameter_of, entries)) if entries else set()
+    kept = [key for key in leaves if parameter_of(key) in without_state]
     # Torch's Adagrad keeps state of frozen parameters too.
-    passed_over = exchange.frozen - _owners_of(leaves)
-    wanted = {key: [entry] for key, entry in entries.items() if split_slot(key)[0] not in passed_over}
-    loaded = kept | exchange.read(read, wanted, remedy)
-    owner_sets = iter(_owners_of_states(exchange, like, hypers))
+    passed_over = exchange.frozen.difference(map(parameter_of, leaves))
+    wanted = {key: entry for key, entry in entries.items() if parameter_of(key) not in passed_over}
+    remedy = "pass the state of the same torch class and options, for the same module"
+    loaded = exchange.fill(wanted, leaves, optional=kept, remedy=remedy)
+    groups_of_states = iter(_list_groups(exchange, like, names))
 
     def rebuild(state: TorchState) -> TorchState:
-        count = _count_updates(exchange, state, loaded) if updates is None else updates
-        _, owners = next(owner_sets)
-        slots = {}
-        for slot, tree in state.slots.items():
-            # The other leaves of the tree are None, because another part of a partition has their state.
-            names = named_leaves(flatten(tree))
-            slots[slot] = exchange.with_leaves(tree, {name: loaded[f"{name}.{slot}"] for name in names})
+        members, hyper = next(groups_of_states)
+        # Leaves that are None are in another part of a partition.
+        slots = exchange.with_leaves(state.slots, {key: loaded[key] for key in named_leaves(state.slots)})
+        count = _count_updates(exchange.label, slots) if updates is None else updates
         counts = {}
-        for name, old in named_leaves(flatten(state.counts)).items():
+        for name, old in named_leaves(state.counts).items():
             counts[name] = old.clone() if name in without_state else torch.full_like(old, count)
+        numbers = _take_numbers(exchange.label, hyper, members, groups)
         return TorchState(
             updates=torch.full_like(state.updates, count),
             slots=slots,
-            hyper=_rebuild_hyper(exchange.label, state, owners, hypers),
+            hyper={name: torch.full_like(old, numbers.get(name, float(old))) for name, old in hyper.items()},
             counts=exchange.with_leaves(state.counts, counts),
         )
 
     with exchange.raise_on_all_ranks():
         rebuilt = TorchState.each(rebuild, like)
-    facts = dict.fromkeys(read, "state") | dict.fromkeys(kept, "no state") | _facts_of_numbers(rebuilt)
-    exchange.check_agreement(facts, "ranks read different states", "pass the same state on every rank")
+    # It compares numbers, and not the values of leaves that are split.
+    exchange.find_holders(named_leaves(rebuilt), dict.fromkeys(leaves, "state") | dict.fromkeys(kept, "no state"))
     return rebuilt
 
 
-def _keep_state(
-    like: Any, leaves: Mapping[str, Any], without_state: Collection[str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keep the leaves of parameters without a state as `like` has them, and return these and those to read."""
-    counts_of_states = [named_leaves(flatten(state.counts)) for state in list_states(like)]
-    kept = {}
-    read = {}
-    for key, leaf in leaves.items():
-        parameter = split_slot(key)[0]
-        if parameter not in without_state:
-            read[key] = leaf
-        elif not tensor_of(leaf).is_meta:
-            kept[key] = fs.tree_map(torch.clone, leaf)
-        elif any(parameter in counts for counts in counts_of_states):
-            # A first update does not read them.
-            kept[key] = fs.tree_map(partial(torch.zeros_like, device=device_of(leaf)), leaf)
-        else:
-            read[key] = leaf
-    return kept, read
-
-
-def _facts_of_numbers(tree: Any) -> dict[str, str]:
-    """Say which numbers the states of a tree have, by the places of the states."""
-    facts = {}
-    for number, state in enumerate(list_states(tree)):
-        facts[f"[{number}].updates"] = f"{int(state.updates)}"
-        for name, value in state.hyper.items():
-            facts[f"[{number}].hyper.{name}"] = f"{float(value)}"
-    return facts
-
-
-def _count_updates(exchange: ModuleExchange, state: TorchState, loaded: Mapping[str, torch.Tensor]) -> int:
+def _count_updates(label: str, slots: Mapping[str, Any]) -> int:
     """Return the largest count of updates that a torch class has of its parameters."""
-    steps = flatten(state.slots.get("step", {}))
-    counts = [float(loaded[f"{name}.step"]) for name in named_leaves(steps)]
+    counts = [float(step) for step in named_leaves(slots.get("step")).values()]
     if not counts:
-        raise ValueError(f"{exchange.label}: the torch class does not count its updates; pass their number as updates=")
+        raise ValueError(f"{label}: the torch class does not count its updates; pass their number as updates=")
     for count in counts:
         is_count = count >= 0 and count.is_integer()
-        expect(is_count, exchange.label, "counts of updates from 0", f"{count}", "pass their number as updates=")
+        expect(is_count, label, "counts of updates from 0", f"{count}", "pass their number as updates=")
     return int(max(counts))
 
 
-def _rebuild_hyper(label: str, state: TorchState, owners: Iterable[str], hypers: Hypers) -> dict[str, torch.Tensor]:
-    """Read the hyperparameters of a state from the groups of its parameters."""
-    hyper = {}
-    for name, old in state.hyper.items():
-        numbers = [hypers[owner][name] for owner in owners if name in hypers.get(owner, {})]
-        hyper[name] = torch.full_like(old, _one_number(label, name, numbers)) if numbers else old.clone()
-    return hyper
+def _take_numbers(
+    label: str, values: Iterable[str], members: Iterable[str], groups: Iterable[Group]
+) -> dict[str, float]:
+    """Take those of some hyperparameters that groups have for some parameters, or refuse groups that differ."""
+    remedy = "give each group of parameters a part of fs.partition that keeps tensors, or all groups one"
+    numbers: dict[str, float] = {}
+    for name in values:
+        for group in groups:
+            if name not in group.values or group.members.isdisjoint(members):
+                continue
+            value = group.values[name]
+            is_number = isinstance(value, Real) or (is_full(value) and value.numel() == 1)
+            expect(is_number, label, f"{name} of a group of parameters to be a number", describe(value))
+            number = float(value)
+            first = numbers.setdefault(name, number)
+            expected = f"one {name} in each state, and in each group of parameters"
+            expect(number == first, label, expected, f"{first} and {number}", f"{remedy} {name}")
+    return numbers
 
 
-def _one_number(label: str, name: str, values: Iterable[Any]) -> float:
-    """Return the only one of some numbers, or refuse them."""
-    numbers = set()
-    for value in values:
-        is_number = isinstance(value, Real) or (is_full(value) and value.numel() == 1)
-        expect(is_number, label, f"{name} of a group of parameters to be a number", describe(value))
-        numbers.add(float(value))
-    remedy = f"give each group of parameters a part of fs.partition that keeps tensors, or all groups one {name}"
-    texts = " and ".join(map(str, sorted(numbers)))
-    expect(len(numbers) == 1, label, f"one {name} in each state, and in each group of parameters", texts, remedy)
-    return numbers.pop()
-
-
-def _owners_of_states(
-    exchange: ModuleExchange, opt_state: Any, names: Iterable[str]
-) -> list[tuple[TorchState, set[str]]]:
-    """Pair the states that `from_torch` made with the names of their parameters.
+def _list_groups(exchange: ModuleExchange, opt_state: Any, names: Iterable[str]) -> list[Group]:
+    """List the parameters and the numbers of each state that `from_torch` made, of the parameters of some names.
 
     A class that keeps no tensors does not say whose state this is, so it counts for all trained parameters that
     no other state has.
     """
     states = list_states(opt_state)
-    owner_sets = [_owners_of(_slots_of(state)) for state in states]
+    owner_sets = [set(map(parameter_of, named_leaves(state.slots))) for state in states]
     others = set(names).difference(*owner_sets)
     # All are frozen in a module that only gives names.
     others = others - exchange.frozen or others
-    return [(state, owners or others) for state, owners in zip(states, owner_sets, strict=True)]
+    return [Group(owners or others, state.hyper) for state, owners in zip(states, owner_sets, strict=True)]
 
 
 def list_states(opt_state: Any) -> list[TorchState]:
@@ -357,19 +332,23 @@ def list_states(opt_state: Any) -> list[TorchState]:
     return states
 
 
-def _slots_of(state: TorchState) -> dict[str, Any]:
-    """List the leaves that a torch class keeps, by the names of parameter and slot."""
-    slots = {}
-    for slot, tree in state.slots.items():
-        for name, leaf in named_leaves(flatten(tree)).items():
-            slots[f"{name}.{slot}"] = leaf
-    return slots
+def list_counts(opt_state: Any) -> dict[str, torch.Tensor]:
+    """List the number of updates of each parameter by name, if its first step is not one from zeros."""
+    counts: dict[str, torch.Tensor] = {}
+    for state in list_states(opt_state):
+        counts |= named_leaves(state.counts)
+    return counts
 
 
-def names_without_updates(counters: Iterable[Any]) -> set[str]:
-    """Name the parameters that no update has changed, by trees of their counts."""
-    names: set[str] = set()
-    for tree in counters:
-        counts = named_leaves(flatten(tree))
-        names |= {name for name in counts if not int(counts[name])}
-    return names
+def parameter_of(key: str) -> str:
+    """Name the parameter of what a torch class keeps: layer.weight of exp_avg.layer.weight."""
+    return key.partition(".")[2]
+
+
+def by_parameter(slots: Mapping[str, Any]) -> dict[str, StateDict]:
+    """Group what torch classes keep by parameter, and then by the name in the class."""
+    grouped: dict[str, StateDict] = {}
+    for key, leaf in slots.items():
+        name, _, parameter = key.partition(".")
+        grouped.setdefault(parameter, {})[name] = leaf
+    return grouped

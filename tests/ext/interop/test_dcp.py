@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.optim import SGD
 
 import fshard as fs
 from fshard.checkpoint import CheckpointError, load_dcp, save_dcp
@@ -151,13 +152,52 @@ def test_a_parameter_without_updates_begins_anew_after_a_checkpoint(tmp_path):
     first = fs.TrainState.create(model.init(fs.zero3(one_axis()), seed=0), tx)
     abstract = fs.TrainState.create(model.init(fs.zero3(one_axis()), abstract=True), tx)
     grads = fs.tree_map(torch.ones_like, first.params)
-    for state in (first, fs.update(tx, first, grads | {"bias": None})):
-        directory = tmp_path / f"{state.step}"
+    second = fs.update(tx, first, grads | {"bias": None})
+    for state, like in ((first, first), (first, abstract), (second, second)):
+        directory = tmp_path / f"{state.step} {like is state}"
         save_dcp(directory, state, module=module, optimizer=torch.optim.SGD(module.parameters(), **rates))
-        for like in (state, abstract):
-            loaded = load_dcp(directory, like, module=module, trusted=True, updates=int(state.step))
-            after, expected = (fs.update(tx, each, grads) for each in (loaded, state))
-            assert_same_bits(fs.unshard(after), fs.unshard(expected))
+        loaded = load_dcp(directory, like, module=module, trusted=True, updates=int(state.step))
+        after, expected = (fs.update(tx, each, grads) for each in (loaded, state))
+        assert_same_bits(fs.unshard(after), fs.unshard(expected))
+    with pytest.raises(ValueError, match=r"momentum_buffer.bias: expected float32\[2\], got nothing"):
+        load_dcp(directory, abstract, module=module, trusted=True, updates=1)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+@on_ranks(2)
+def test_a_state_before_its_first_update_is_written_as_torch_writes_it(tmp_path):
+    """With a momentum of zeros, also where the first step would not read it."""
+    module = nn.Linear(3, 2)
+    rates = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
+    state = fs.TrainState.create(
+        fs.functionalize(module).init(fs.zero3(one_axis()), seed=0), fs.from_torch(SGD, **rates)
+    )
+    save_dcp(tmp_path, state, module=module, optimizer=SGD(module.parameters(), **rates))
+    _, expected = get_state_dict(module, SGD(module.parameters(), **rates))
+    read = fs.tree_map(lambda value: value + 1 if isinstance(value, torch.Tensor) else value, expected)
+    dcp.load({"optim": read}, checkpoint_id=tmp_path, no_dist=True)
+    assert_same_bits(read["state"], expected["state"])
+
+
+@on_ranks(2)
+def test_a_state_of_another_class_than_the_optimizer_is_refused(tmp_path):
+    module = nn.Linear(3, 2)
+    state = fs.TrainState.create(
+        fs.functionalize(module).init(fs.zero3(one_axis()), seed=0), fs.from_torch(torch.optim.AdamW)
+    )
+    kept = r"\['exp_avg', 'exp_avg_sq', 'step'\]"
+    for optimizer, expected in (
+        (SGD(module.parameters()), r"\[\], which this SGD keeps"),
+        (
+            torch.optim.AdamW(module.parameters(), amsgrad=True),
+            r"\['exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'step'\], which this AdamW keeps",
+        ),
+    ):
+        with pytest.raises(
+            ValueError, match=f"^checkpoint.save_dcp: expected a state with {expected}, got {kept}; pass"
+        ):
+            save_dcp(tmp_path / "out", state, module=module, optimizer=optimizer)
+    assert not (tmp_path / "out").exists()
 
 
 @on_ranks(2, pytest.param(3, marks=pytest.mark.slow))
@@ -203,17 +243,17 @@ def test_other_keys(tmp_path):
     save_dcp(tmp_path / "state", state, module=module, optimizer=torch.optim.AdamW(module.parameters()), **keys)
     assert_same_bits(load_dcp(tmp_path / "state", adam_state(), trusted=True, **keys), state)
     assert load_refusal(tmp_path / "state", W) == (
-        "checkpoint.load_dcp: expected model.w in the checkpoint, got app.model.w. Pass its key as model_key=, "
-        'which is "" for the top.'
+        "checkpoint.load_dcp: expected model.w in the checkpoint, got app.model.w; pass its key as model_key=, "
+        'which is "" for the top'
     )
     assert load_refusal(tmp_path / "state", adam_state(), model_key="app.model") == (
-        "checkpoint.load_dcp: expected optim.state.w.exp_avg in the checkpoint, got app.adam.state.w.exp_avg. Pass its "
-        'key as optimizer_key=, which is "" for the top.'
+        "checkpoint.load_dcp: expected optim.state.w.exp_avg in the checkpoint, got app.adam.state.w.exp_avg; pass its "
+        'key as optimizer_key=, which is "" for the top'
     )
     text = load_refusal(tmp_path / "flat", W)
-    assert text.startswith("checkpoint.load_dcp: expected model.w in the checkpoint, got w. Pass")
+    assert text.startswith("checkpoint.load_dcp: expected model.w in the checkpoint, got w; pass")
     text = load_refusal(tmp_path / "flat", {"v": torch.ones(3)})
-    assert text.startswith("checkpoint.load_dcp: expected model.v in the checkpoint, got nothing. Pass")
+    assert text.startswith("checkpoint.load_dcp: expected model.v in the checkpoint, got nothing; pass")
 
 
 def test_a_state_is_saved_with_its_module_and_optimizer(tmp_path):
