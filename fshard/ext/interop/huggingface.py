@@ -1,7 +1,7 @@
 """To and from safetensors as Hugging Face lays them out: one file, or several with an index."""
 
 import json
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -18,7 +18,7 @@ from fshard.checkpoint import CheckpointError
 from fshard.ext.interop import shared_files
 from fshard.ext.interop.export import new_files
 from fshard.ext.interop.module_exchange import ModuleExchange
-from fshard.ext.interop.shared_files import CHECKSUMS, Part, TensorKind, TensorKinds, WrittenBoxes
+from fshard.ext.interop.shared_files import CHECKSUMS, Part, TensorKinds, WrittenBoxes
 from fshard.ext.interop.transformers import PlannedTensor, from_files, is_pretrained, plan_leaf, to_files
 from fshard.extend import FLOATING, NUMBER, Entry, Problem, check_arguments, describe, expect, local_box, refuse
 
@@ -89,7 +89,6 @@ def save_huggingface(
         else:
             renamed = _rename(exchange.label, leaves, names)
             tensors = {new_name: plan_leaf(leaves, name, full) for new_name, name in renamed.items()}
-        _check_readable(exchange.label, tensors)
     files = _assign_files(tensors, dtype, max_file_bytes)
     texts = {"(directory)": f"{directory}"}
     for file, kinds in files.items():
@@ -99,11 +98,9 @@ def save_huggingface(
     with new_files(exchange, directory, (CHECKSUMS, SINGLE, INDEX), files) as temporary:
         results = [tensors[name] for name in chain.from_iterable(files.values())]
         parts = _make_parts(exchange, leaves, holders, results, full)
-        boxes = shared_files.write(exchange, temporary, files, parts)
-        if exchange.rank == 0:
-            (temporary / CHECKSUMS).write_text(json.dumps(boxes))
-            if SINGLE not in files:
-                (temporary / INDEX).write_text(_make_index(files))
+        shared_files.write(exchange, temporary, files, parts)
+        if exchange.rank == 0 and SINGLE not in files:
+            (temporary / INDEX).write_text(_make_index(files))
 
 
 def load_huggingface(
@@ -157,7 +154,7 @@ def load_huggingface(
     with ExitStack() as stack:
         with exchange.raise_on_all_ranks(directory):
             entries, lacking = _open(exchange.path("directory", directory), stack)
-            optional: Container[str] = ()
+            optional: frozenset[str] = frozenset()
             if names is None and is_pretrained(module):
                 entries, optional = from_files(entries, module)
         leaves = exchange.leaves(like, needs_values=False, cast=cast, strict=strict)
@@ -169,16 +166,13 @@ def load_huggingface(
             # A tensor may have the name of a leaf that `names` calls otherwise, and must not be taken for it.
             entries = {renamed.get(name, f"{name} (in the files)"): entry for name, entry in entries.items()}
         present = {exchange.first.get(name, name) for name in entries}
-        absent = []
-        for name in leaves:
-            if exchange.saved_as(name) and name not in present and name not in optional:
-                absent.append(name)
+        absent = leaves.keys() - present - exchange.unsaved - optional
         with exchange.raise_on_all_ranks():
             # Weights that only the index has do no harm where every leaf is found, such as those of a tied head.
             if absent and lacking:
                 raise CheckpointError(f"{lacking[0]}, which does not have it; fetch the directory anew")
         if not strict:
-            optional = leaves
+            optional = frozenset(leaves)
             entries = {name: entry for name, entry in entries.items() if exchange.first.get(name, name) in leaves}
             if leaves and not entries:
                 remedy = "names= gives leaves the names that they have in the files"
@@ -195,9 +189,8 @@ def _check_complete(exchange: ModuleExchange, leaves: Mapping[str, Any]) -> None
 
 
 def _rename(label: str, leaves: Iterable[str], names: Names | None) -> dict[str, str]:
-    """Return the names of leaves by those that they have in the files."""
-    if names is None:
-        return {name: name for name in leaves}
+    """Return the names of leaves by those that they have in the files, and refuse names that no reader takes."""
+    names = names or str
     expect(callable(names), label, "names to be a function of a name, or None", describe(names))
     renamed: dict[str, str] = {}
     problems = []
@@ -207,32 +200,24 @@ def _rename(label: str, leaves: Iterable[str], names: Names | None) -> dict[str,
             problems.append(Problem(name, f"is called {describe(new_name)}, which is no text"))
         elif new_name in renamed:
             problems.append(Problem(name, f"is called {new_name!r}, as another leaf is"))
+        elif new_name == METADATA:
+            problems.append(Problem(name, f"is called {new_name!r}, a name that safetensors uses itself"))
+        elif (printable := new_name.encode(errors="backslashreplace").decode()) != new_name:
+            text = "is called so, with half of a surrogate pair, which UTF-8 cannot encode"
+            problems.append(Problem(printable, text))
         else:
             renamed[new_name] = name
-    refuse(f"{label}: names do not fit", problems, "change names=")
+    refuse(f"{label}: names do not fit", problems, "give leaves other names by names=")
     return renamed
-
-
-def _check_readable(label: str, names: Iterable[str]) -> None:
-    """Refuse names of tensors that readers of safetensors do not take; they would not read the other tensors either."""
-    problems = []
-    for name in names:
-        printable = name.encode(errors="backslashreplace").decode()
-        if name == METADATA:
-            problems.append(Problem(name, "is a name that safetensors uses itself"))
-        elif name != printable:
-            problems.append(Problem(printable, "has half of a surrogate pair, which UTF-8 cannot encode"))
-    refuse(f"{label}: safetensors cannot hold these names", problems, "give these leaves other names by names=")
 
 
 def _assign_files(tensors: PlannedTensors, dtype: torch.dtype | None, max_file_bytes: int) -> dict[str, TensorKinds]:
     """Choose the tensors of each file: at most so many bytes, or one tensor, in the order in which a file has them."""
-    groups: list[dict[str, TensorKind]] = [{}]
+    groups: list[dict[str, torch.Tensor]] = [{}]
     room = max_file_bytes
     for name, tensor in tensors.items():
-        kind = TensorKind(tensor.dtype, tensor.shape)
-        if dtype is not None and tensor.dtype.is_floating_point:
-            kind = kind._replace(dtype=dtype)
+        is_cast = dtype is not None and tensor.dtype.is_floating_point
+        kind = torch.empty(tensor.shape, dtype=dtype if is_cast else tensor.dtype, device="meta")
         if groups[-1] and kind.nbytes > room:
             groups.append({})
             room = max_file_bytes
@@ -327,15 +312,13 @@ def _find_main_file(directory: Path, names: Sequence[str]) -> Path:
 def _read_weight_map(path: Path, names: Sequence[str]) -> dict[str, str]:
     """Read which of the files beside an index each tensor is in."""
     try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
+        weight_map = {**json.loads(path.read_bytes())["weight_map"]}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{path} has no map from tensors to files ({type(error).__name__})") from None
-    if not (isinstance(weight_map, dict) and weight_map):
-        raise CheckpointError(f"{path} has no map from tensors to files")
     for name, file in weight_map.items():
         if file not in names or not file.endswith(".safetensors"):
             raise CheckpointError(f"{path} names {file!r} for {name}, which is no .safetensors file beside it")
-    return dict(weight_map)
+    return weight_map
 
 
 def _open_file(path: Path, boxes: WrittenBoxes | None, stack: ExitStack) -> dict[str, Entry]:

@@ -1,39 +1,27 @@
 """Files of safetensors that ranks write side by side, and checksums of the boxes that each of them wrote."""
 
-import json
 import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import index
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from fshard.checkpoint import CheckpointError
-from fshard.extend import Box, Exchange, bytes_of, lay_out
+from fshard.extend import Box, Exchange, bytes_of, files, lay_out
 
-# The name of the file that has the CRC-32 of boxes, by the names of tensors.
+# The name of the file that has the CRC-32 of boxes. It is a manifest, as checkpoints of fshard have them.
 CHECKSUMS = "checksums.json"
 # A box has at most so many bytes, or one row: so much is read to check it.
 BOX_BYTES = 16 * 1024 * 1024
 
-
-class TensorKind(NamedTuple):
-    """The dtype of a tensor in a file, and its shape."""
-
-    dtype: torch.dtype
-    shape: Sequence[int]
-
-    @property
-    def nbytes(self) -> int:
-        """Count the bytes that the tensor takes in the file."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-# The tensors of a file by name, those of larger elements first.
-TensorKinds = Mapping[str, TensorKind]
+# The tensors of a file by name, on the meta device, those of larger elements first.
+TensorKinds = Mapping[str, torch.Tensor]
+# The boxes that were written of each tensor.
+WrittenBoxes = Mapping[str, Sequence[files.Chunk]]
 
 
 class Part(NamedTuple):
@@ -43,57 +31,42 @@ class Part(NamedTuple):
     make: Callable[[], torch.Tensor]
 
 
-class WrittenBox(NamedTuple):
-    """A box of a tensor in a file: where it starts along each dim, its shape, and the CRC-32 of its bytes."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    checksum: int
-
-    @property
-    def place(self) -> tuple[slice, ...]:
-        """Index the box in its tensor."""
-        return Box(self.offset, self.shape).slices
-
-
-WrittenBoxes = Mapping[str, Sequence[WrittenBox]]
-
-
 def write(
-    exchange: Exchange, directory: Path, files: Mapping[str, TensorKinds], parts: Iterator[Part | None]
-) -> WrittenBoxes:
-    """Write parts of tensors at their places in files. Every rank must call this.
+    exchange: Exchange, directory: Path, kinds_of_files: Mapping[str, TensorKinds], parts: Iterator[Part | None]
+) -> None:
+    """Write parts of tensors at their places in files, and the checksums of what was written. Every rank must call.
 
     Args:
         exchange: The exchange.
         directory: Where the files go.
-        files: The tensors of each file.
+        kinds_of_files: The tensors of each file.
         parts: This rank's part of each tensor, in this order, or None. All are taken, also if a write fails, because
             other ranks may gather leaves with this one to make theirs.
-
-    Returns:
-        The boxes that all ranks wrote, by the name of the tensor.
     """
-    boxes: dict[str, list[WrittenBox]] = {}
+    boxes: dict[str, list[files.Chunk]] = {}
     try:
-        for file, kinds in files.items():
+        for file, kinds in kinds_of_files.items():
             boxes |= _write_file(directory / file, kinds, parts, has_header=exchange.rank == 0)
     finally:
         for _ in parts:
             pass
         boxes_of_ranks = exchange.all_gather_object(boxes)
-    boxes = {}
-    for boxes_of_rank in boxes_of_ranks:
-        for name, boxes_of_tensor in boxes_of_rank.items():
-            boxes.setdefault(name, []).extend(boxes_of_tensor)
-    return boxes
+    if exchange.rank:
+        return
+    tensors = {}
+    for kinds in kinds_of_files.values():
+        for name, kind in kinds.items():
+            written = chain.from_iterable(boxes_of_rank.get(name, ()) for boxes_of_rank in boxes_of_ranks)
+            tensors[name] = files.StoredLeaf(f"{kind.dtype}", kind.shape, tuple(written))
+    (directory / CHECKSUMS).write_bytes(files.encode(files.Manifest(0, tensors, {})))
 
 
 def _write_file(
     path: Path, kinds: TensorKinds, parts: Iterator[Part | None], *, has_header: bool
-) -> dict[str, list[WrittenBox]]:
+) -> dict[str, list[files.Chunk]]:
     """Write this rank's parts of the tensors of one file, with its header or without, and list their boxes."""
-    header, starts, size = lay_out(kinds, format="pt")
+    dtypes_and_shapes = {name: (kind.dtype, kind.shape) for name, kind in kinds.items()}
+    header, starts, size = lay_out(dtypes_and_shapes, format="pt")
     boxes = {}
     # Ranks come here in any order, and the first one creates the file.
     with open(path, "a+b") as file:
@@ -107,27 +80,27 @@ def _write_file(
                 continue
             kind = kinds[name]
             data = mapped[start : start + kind.nbytes]
-            whole = data.view(kind.dtype).view(tuple(kind.shape))
+            whole = data.view(kind.dtype).view(kind.shape)
             boxes[name] = _write_part(whole, part.offset, part.make())
         os.fsync(file.fileno())
     return boxes
 
 
-def _write_part(whole: torch.Tensor, offset: tuple[int, ...], tensor: torch.Tensor) -> list[WrittenBox]:
+def _write_part(whole: torch.Tensor, offset: tuple[int, ...], tensor: torch.Tensor) -> list[files.Chunk]:
     """Copy a part of a tensor to its place in the file, and list its boxes."""
     if not tensor.numel():
         return []
     part = whole[Box(offset, tensor.shape).slices]
     part.copy_(tensor)
     if not part.dim():
-        return [WrittenBox((), (), zlib.crc32(bytes_of(part)))]
+        return [files.Chunk(0, (), (), zlib.crc32(bytes_of(part)))]
     rows = max(BOX_BYTES * len(part) // part.nbytes, 1)
     first_row, *inner = offset
     boxes = []
     for number, box in enumerate(part.split(rows)):
         start = (first_row + number * rows, *inner)
         checksum = zlib.crc32(bytes_of(box))
-        boxes.append(WrittenBox(start, tuple(box.shape), checksum))
+        boxes.append(files.Chunk(0, start, tuple(box.shape), checksum))
     return boxes
 
 
@@ -136,22 +109,12 @@ def read_checksums(directory: Path) -> WrittenBoxes | None:
     path = directory / CHECKSUMS
     if not path.is_file():
         return None
-    try:
-        rows_by_name = json.loads(path.read_bytes())
-        return {name: list(map(_parse_box, rows)) for name, rows in rows_by_name.items()}
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        cause = type(error).__name__
-        raise CheckpointError(f"{path} does not hold checksums of tensors ({cause}); remove it") from None
-
-
-def _parse_box(row: Sequence[Any]) -> WrittenBox:
-    """Make a box of what JSON made of it, and refuse numbers that are not whole."""
-    offset, shape, checksum = row
-    return WrittenBox(tuple(map(index, offset)), tuple(map(index, shape)), index(checksum))
+    manifest = files.decode_outline(path.read_bytes(), path)
+    return {name: tensor.chunks for name, tensor in manifest.tensors.items()}
 
 
 def read(
-    path: Path, name: str, tensor: Any, boxes: Sequence[WrittenBox] | None, place: tuple[slice, ...]
+    path: Path, name: str, tensor: Any, boxes: Sequence[files.Chunk] | None, place: tuple[slice, ...]
 ) -> torch.Tensor:
     """Read a part of a tensor in a file.
 
@@ -172,19 +135,21 @@ def read(
     return part.clone()
 
 
-def _check_boxes(path: Path, name: str, tensor: Any, boxes: Sequence[WrittenBox], place: tuple[slice, ...]) -> None:
+def _check_boxes(path: Path, name: str, tensor: Any, boxes: Sequence[files.Chunk], place: tuple[slice, ...]) -> None:
     """Refuse boxes that do not make up a part of a tensor, and other bytes in those of them that it lies in."""
-    part = Box(tuple(side.start for side in place), tuple(side.stop - side.start for side in place))
+    offsets = tuple(side.start for side in place)
+    sizes = tuple(side.stop - side.start for side in place)
+    part = Box(offsets, sizes)
     counts = {}
     for box in boxes:
-        shape = part.intersect(Box(box.offset, box.shape)).shape
-        if len(box.offset) == len(box.shape) == len(place) and min(shape, default=1) > 0:
+        shape = part.intersect(box.box).shape
+        if min(shape, default=1) > 0:
             counts[box] = math.prod(shape)
-    if sum(counts.values()) != math.prod(part.shape):
-        listed = [box[:2] for box in boxes]
-        text = f"its boxes of {name} are not all of it: {listed!s:.80}"
-        raise CheckpointError(f"{path.with_name(CHECKSUMS)}: {text}; remove {CHECKSUMS}")
+    if sum(counts.values()) != math.prod(sizes):
+        text = f"its boxes of {name} are not all of it; remove {CHECKSUMS}, which may be of another export"
+        raise CheckpointError(f"{path.with_name(CHECKSUMS)}: {text}")
     for box in counts:
-        if zlib.crc32(bytes_of(tensor[box.place])) != box.checksum:
-            text = f"{name} has other bytes than were written, in {[*box.shape]} from {[*box.offset]}"
+        checksum = zlib.crc32(bytes_of(tensor[box.box.slices]))
+        if checksum != box.checksum:
+            text = f"{name} has other bytes than were written, in {[*box.shape]} from {[*box.offsets]}"
             raise CheckpointError(f"{path}: {text}; have it written again, or remove {CHECKSUMS}")

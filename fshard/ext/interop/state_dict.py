@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fshard.ext.interop.module_exchange import ModuleExchange, is_full
-from fshard.extend import Entry, Problem, describe, expect, hash_of, refuse
+from fshard.extend import Entry, Problem, describe, expect, refuse
 
 
 def to_state_dict(
@@ -82,8 +82,7 @@ def from_state_dict(
             if type(name) is not str or not is_full(value):
                 problems.append(Problem(f"{name}", describe(value), "a full tensor under a text"))
         refuse(f"{exchange.label}: this is no plain state dict", problems, "pass full tensors by name")
-    hashes = {name: f"hash {hash_of(tensor)}" for name, tensor in sorted(state_dict.items())}
-    exchange.check_agreement(hashes, "ranks hold different leaves", "read the same state dict on every rank")
+    exchange.find_holders(state_dict, {})
     entries = {name: Entry.of(tensor) for name, tensor in state_dict.items()}
     leaves = exchange.leaves(like, needs_values=False, cast=cast)
     return exchange.with_leaves(like, exchange.fill(entries, leaves, cast))

@@ -14,6 +14,7 @@ import fshard as fs
 from fshard.checkpoint import CheckpointError, load_huggingface, save_huggingface
 from fshard.ext.interop import huggingface, shared_files
 from fshard.ext.interop.transformers import plan_entry, plan_leaf
+from fshard.extend import files as manifests
 from fshard.testing import spmd
 from fshard.tree import flatten
 from tests.checkpoint.states import zeros_like
@@ -121,7 +122,7 @@ def test_names_may_be_others_in_the_files(tmp_path):
         ("same", "b: is called 'same', as another leaf is"),
         (["a"], "a: is called a list, which is no text"),
     ):
-        match = rf"{text}\n(.*\n)*To fix: change names="
+        match = rf"{text}\n(.*\n)*To fix: give leaves other names by names="
         with pytest.raises(ValueError, match=match):
             save_huggingface(tmp_path / "other", FULL, names=lambda _, name=name: name)
         for strict in (True, False):
@@ -129,8 +130,8 @@ def test_names_may_be_others_in_the_files(tmp_path):
                 read(tmp_path / "plain", names=lambda _, name=name: name, strict=strict)
 
 
-TAKEN = "  __metadata__: is a name that safetensors uses itself\n"
-HALF = "  a\\ud800b: has half of a surrogate pair, which UTF-8 cannot encode\n"
+TAKEN = "is called '__metadata__', a name that safetensors uses itself\n"
+HALF = "  a\\ud800b: is called so, with half of a surrogate pair, which UTF-8 cannot encode\n"
 
 
 @on_ranks(1, 2)
@@ -138,14 +139,14 @@ def test_names_that_no_reader_takes_are_refused_before_anything_is_written(tmp_p
     """Of one leaf or several, as the leaf is called or as `names` calls it."""
     leaves = {"__metadata__": torch.ones(2), "w": torch.ones(3), "a\ud800b": torch.ones(1)}
     for params, names, lines in (
-        (leaves, None, TAKEN + HALF),
+        (leaves, None, f"  __metadata__: {TAKEN}{HALF}"),
         ({"a\ud800b": torch.ones(1)}, None, HALF),
-        ({"w": torch.ones(1)}, {"w": "__metadata__"}.get, TAKEN),
+        ({"w": torch.ones(1)}, {"w": "__metadata__"}.get, f"  w: {TAKEN}"),
     ):
-        with pytest.raises(ValueError, match="safetensors cannot hold") as caught:
+        with pytest.raises(ValueError, match="names do not fit") as caught:
             save_huggingface(tmp_path / "out", params, names=names, max_file_bytes=1)
-        start = "checkpoint.save_huggingface: safetensors cannot hold these names\n"
-        assert str(caught.value) == f"{start}{lines}To fix: give these leaves other names by names=."
+        start = "checkpoint.save_huggingface: names do not fit\n"
+        assert str(caught.value) == f"{start}{lines}To fix: give leaves other names by names=."
     assert not (tmp_path / "out").exists()
     odd = dict.fromkeys(("a\0", "a\n", 'a"', "a\\", "é", "😀", "\ufffe", "a", ""), torch.ones(2))
     save_huggingface(tmp_path / "out", odd)
@@ -222,24 +223,29 @@ def test_other_bytes_than_ranks_wrote_are_named_where_they_are_read(tmp_path, mo
 
 def test_damaged_checksums_are_named(tmp_path):
     layout(tmp_path, {SINGLE: FULL}, index=None)
-    unreadable = f"{CHECKSUMS} does not hold checksums of tensors ("
-    for damaged in ("{", "[]", '{"a": [[1]]}', '{"a": 1}', '{"a": [[["0", 0], [5, 3], 1]]}', '{"a": [[0, 4, 5]]}'):
-        (tmp_path / CHECKSUMS).write_text(damaged)
-        assert unreadable in refused_read(tmp_path)
-    incomplete = {}, {"a": []}, {"a": [[[1, 0], [4, 3], 1]]}
-    misplaced = {"a": [[[9, 0], [5, 3], 1]]}, {"a": [[[0, 0, 0], [5, 3, 1], 1]]}, {"a": [[[0, 0], [-5, -3], 1]]}
-    for boxes in (*incomplete, *misplaced):
-        (tmp_path / CHECKSUMS).write_text(json.dumps(boxes))
-        text = refused_read(tmp_path)
-        assert f"{tmp_path / CHECKSUMS}: its boxes of a are not all of it: [" in text
-        assert text.endswith("; remove checksums.json")
+    others_file = "expected a manifest of version 1, got another file"
+    damaged = "its digest does not match, so it was damaged or edited"
+    manifest = manifests.encode(manifests.Manifest(0, {"a": manifests.StoredLeaf("float64", (5, 3), ())}, {}))
+    for content, text in ((b"{", others_file), (b"[]", others_file), (manifest.replace(b"[5, 3]", b"[5, 9]"), damaged)):
+        (tmp_path / CHECKSUMS).write_bytes(content)
+        assert f"{tmp_path / CHECKSUMS}: {text}" in refused_read(tmp_path)
+
+
+@pytest.mark.parametrize("box", ((), ((1, 0), (4, 3)), ((9, 0), (5, 3)), ((0, 0), (-5, -3))))
+def test_checksums_of_other_tensors_are_named(box, tmp_path):
+    layout(tmp_path, {SINGLE: FULL}, index=None)
+    chunks = (manifests.Chunk(0, *box, 1),) if box else ()
+    manifest = manifests.Manifest(0, {"a": manifests.StoredLeaf("float64", (5, 3), chunks)}, {})
+    (tmp_path / CHECKSUMS).write_bytes(manifests.encode(manifest))
+    text = "its boxes of a are not all of it; remove checksums.json, which may be of another export"
+    assert refused_read(tmp_path) == f"checkpoint.load_huggingface: {tmp_path / CHECKSUMS}: {text}"
 
 
 def test_boxes_beside_what_is_read_are_not_checked(tmp_path):
     tensor, file = torch.arange(4), tmp_path / SINGLE
     save_file({"w": tensor}, file)
     right = zlib.crc32(tensor[2:].numpy().data)
-    boxes = [shared_files.WrittenBox((0,), (2,), 0), shared_files.WrittenBox((2,), (2,), right)]
+    boxes = [manifests.Chunk(0, (0,), (2,), 0), manifests.Chunk(0, (2,), (2,), right)]
     with safe_open(file, framework="pt") as opened:
         saved = opened.get_slice("w")
         assert shared_files.read(file, "w", saved, boxes, (slice(2, 4),)).tolist() == [2, 3]
@@ -273,7 +279,7 @@ OUTSIDE = "names '../x.safetensors' for a, which is no .safetensors file beside 
 DAMAGES = (
     (f"{NO_MAP} (JSONDecodeError)", lambda directory: (directory / INDEX).write_text("{")),
     (f"{NO_MAP} (TypeError)", lambda directory: (directory / INDEX).write_text("[]")),
-    (NO_MAP, lambda directory: (directory / INDEX).write_text('{"weight_map": {}}')),
+    (f"{INDEX}: Error", lambda directory: (directory / INDEX).write_text('{"weight_map": {}}')),
     (
         f"{INDEX} names {FIRST} for b, which does not have it; fetch the directory anew",
         lambda directory: layout(directory, PARTS, INDEX, dict.fromkeys("ab", FIRST)),

@@ -145,7 +145,8 @@ REFUSED = {
     "embedding.weight is a tied parameter, and its names have different values. Pass a module that": (
         lambda mesh: from_state_dict(TIES_THAT_DIFFER, blank(mesh), module=Net())
     ),
-    "ranks hold different leaves": lambda mesh: from_state_dict({"w": ONE * my_rank()}, {"w": ONE}),
+    "different values of one leaf\n  w: exp": lambda mesh: from_state_dict({"w": ONE * my_rank()}, {"w": ONE}),
+    "ranks hold different leaves\n  w: exp": lambda mesh: from_state_dict({"w": ONE.expand(1 + my_rank())}, {"w": ONE}),
     "step: expected a full tensor under a text, got an int": lambda mesh: from_state_dict({"step": 3}, {"step": ONE}),
     "7: expected a full tensor under a text": lambda mesh: from_state_dict({7: ONE, "w": ONE}, {"w": ONE}),
     "w: expected a full tensor under": lambda mesh: from_state_dict({"w": ONE.to("meta")}, {"w": ONE}),
