@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard.comm import CollectiveError
-from fshard.extend import Box, describe, expect, flatten, local_box, refuse
+from fshard.extend import Box, Problem, check_tensors, expect, flatten, local_box, refuse
 
 # At most so many bytes of leaves are cast and sent at a time; a larger leaf is sent alone.
 UNIT_BYTES = 16 * 1024 * 1024
@@ -36,11 +36,6 @@ class LeafBox(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     region: Box
-
-    def is_like(self, other: "LeafBox") -> bool:
-        """Whether both are of one leaf, whose floating numbers may be cast."""
-        are_floating = all(getattr(torch, box.dtype).is_floating_point for box in (self, other))
-        return self.shape == other.shape and (are_floating or self.dtype == other.dtype)
 
     @property
     def numel(self) -> int:
@@ -107,12 +102,8 @@ def publish(
     ValueError: publish: expected ranks to be other ranks of this job, got [0]; start all of them by one torchrun
     """
     peers = _Peers("publish", ranks, timeout)
-    _check_tensors("publish", params)
-    listed = list(_list_parts(params, names or str))
-    parts = {part.box.name: part for part in listed}
-    if len(parts) != len(listed):
-        raise ValueError("publish: names gives several leaves one name; change it")
-    boxes = [part.box for part in listed]
+    parts = _list_parts("publish", params, names or str)
+    boxes = [part.box for part in parts.values()]
     peers.send_values(dict.fromkeys(ranks, (version, boxes)))
     requests: dict[int, list[LeafBox]] = {}
     for rank, rows in peers.receive_values().items():
@@ -121,19 +112,22 @@ def publish(
         else:
             requests[rank] = _parse_boxes(rows)
     for messages in _messages_of_units(parts, requests):
-        _send(peers, parts, messages)
+        _transfer(peers, parts, messages, dist.isend)
     peers.raise_if_lost()
 
 
-def _send(peers: "_Peers", parts: Parts, messages: Sequence[Message]) -> None:
-    """Send the messages of a unit. A part that several ranks get is cast once."""
-    data: dict[LeafBox, torch.Tensor] = {}
+def _transfer(peers: "_Peers", parts: Parts, messages: Sequence[Message], op: Callable[..., Any]) -> None:
+    """Send or receive the messages of a unit. A part that several ranks get is cast once."""
+    buffers: dict[LeafBox, torch.Tensor] = {}
     for rank, number, box in messages:
-        if box not in data:
-            tensor = parts[box.name].view(box).to("cpu", getattr(torch, box.dtype))
-            data[box] = _bytes(tensor.contiguous())
-        peers.start(dist.isend, rank, data[box], number)
+        if box not in buffers:
+            buffers[box] = parts[box.name].view(box).to("cpu", getattr(torch, box.dtype)).contiguous()
+        peers.start(op, rank, buffers[box].reshape(-1).view(torch.uint8), number)
     peers.wait()
+    if op is dist.irecv:
+        peers.raise_if_lost()
+        for box, buffer in buffers.items():
+            parts[box.name].view(box).copy_(buffer)
 
 
 def receive(like: Any, ranks: Sequence[int], *, timeout: float = TIMEOUT) -> tuple[Any, int]:
@@ -159,73 +153,47 @@ def receive(like: Any, ranks: Sequence[int], *, timeout: float = TIMEOUT) -> tup
     ValueError: receive: expected ranks to be other ranks of this job, got [0]; start all of them by one torchrun
     """
     peers = _Peers("receive", ranks, timeout)
-    _check_tensors("receive", like)
+    check_tensors("receive", flatten(like))
+    made = fs.tree_map(torch.zeros_like, like)
+    parts = _list_parts("receive", made, str)
     offers = peers.receive_values()
     peers.raise_if_lost()
     versions = {version for version, _ in offers.values()}
     offered = {rank: _parse_boxes(rows) for rank, (_, rows) in offers.items()}
-    made = fs.tree_map(torch.zeros_like, like)
-    parts = {part.box.name: part for part in _list_parts(made, str)}
-    requests = _request(peers, parts, offered, versions)
-    for messages in _messages_of_units(parts, requests):
-        _receive(peers, parts, messages)
-    return made, versions.pop()
-
-
-def _request(peers: "_Peers", parts: Parts, offered: BoxesOfRanks, versions: set[int]) -> BoxesOfRanks:
-    """Ask each rank on the other side for what it is to send; where leaves or versions do not fit, ask none."""
     requests, problems = _schedule(parts, offered)
     is_refused = bool(problems) or len(versions) > 1
     peers.send_values({rank: None if is_refused else boxes for rank, boxes in requests.items()})
     refuse("receive: leaves do not fit", problems, "receive what trainers publish, by the names that they give it")
     if is_refused:
         raise CollectiveError(f"receive: trainers publish different versions, {sorted(versions)}")
-    return requests
+    for messages in _messages_of_units(parts, requests):
+        _transfer(peers, parts, messages, dist.irecv)
+    return made, versions.pop()
 
 
-def _receive(peers: "_Peers", parts: Parts, messages: Sequence[Message]) -> None:
-    """Receive the messages of a unit into their places."""
-    arrivals = []
-    for rank, number, box in messages:
-        place = parts[box.name].view(box)
-        buffer = place
-        if not (place.is_contiguous() and place.is_cpu):
-            buffer = torch.empty(place.shape, dtype=place.dtype, device="cpu")
-        peers.start(dist.irecv, rank, _bytes(buffer), number)
-        arrivals.append((place, buffer))
-    peers.wait()
-    peers.raise_if_lost()
-    for place, buffer in arrivals:
-        place.copy_(buffer)
-
-
-def _schedule(parts: Parts, offered: BoxesOfRanks) -> tuple[BoxesOfRanks, list[tuple[str, str, str]]]:
+def _schedule(parts: Parts, offered: BoxesOfRanks) -> tuple[BoxesOfRanks, list[Problem]]:
     """Choose for each rank on the other side what it sends, and find the leaves that ranks there do not make up."""
     requests: dict[int, list[LeafBox]] = {rank: [] for rank in offered}
     problems = []
     holders_of_leaves = _find_holders(offered)
-    for number, (name, holders) in enumerate(holders_of_leaves.items()):
-        if name not in parts:
-            continue
-        box = parts[name].box
-        other = next(iter(holders))
-        if not box.is_like(other):
-            problems.append((name, f"{other.dtype}{[*other.shape]}", f"{box.dtype}{[*box.shape]}"))
-            continue
-        common: dict[LeafBox, list[int]] = {}
-        for held, ranks in holders.items():
-            region = box.region.intersect(held.region)
-            common[box._replace(region=region)] = ranks
-        if sum(part.numel for part in common) != box.numel:
-            problems.append((name, "is only in part on the ranks that publish it", ""))
-        # Ranks here and leaves take turns among those that hold the same.
-        turn = dist.get_rank() + number
-        for part, ranks in common.items():
-            if part.numel:
-                requests[ranks[turn % len(ranks)]].append(part)
-    for name in parts:
+    # Ranks here and leaves take turns among those that hold the same.
+    for turn, (name, (box, tensor)) in enumerate(parts.items(), start=dist.get_rank()):
         if name not in holders_of_leaves:
-            problems.append((name, "is none of the leaves that are published", ""))
+            problems.append(Problem(name, "is none of the leaves that are published"))
+            continue
+        held, *_ = holders_of_leaves[name]
+        are_floating = tensor.is_floating_point() and getattr(torch, held.dtype).is_floating_point
+        if held.shape != box.shape or not (are_floating or held.dtype == box.dtype):
+            problems.append(Problem(name, f"{held.dtype}{[*held.shape]}", f"{box.dtype}{[*box.shape]}"))
+            continue
+        covered = 0
+        for held, ranks in holders_of_leaves[name].items():
+            common = box._replace(region=box.region.intersect(held.region))
+            if common.numel:
+                covered += common.numel
+                requests[ranks[turn % len(ranks)]].append(common)
+        if covered != box.numel:
+            problems.append(Problem(name, "is only in part on the ranks that publish it"))
     return requests, problems
 
 
@@ -239,28 +207,22 @@ def _find_holders(offered: BoxesOfRanks) -> dict[str, dict[LeafBox, list[int]]]:
     return holders_of_leaves
 
 
-def _check_tensors(api_name: str, tree: Any) -> None:
-    """Refuse leaves that are neither tensors nor None."""
-
-    def misfit(leaf: Any) -> tuple[str, str] | None:
-        if leaf is None or isinstance(leaf, torch.Tensor | fs.Sharded):
-            return None
-        return describe(leaf), "a tensor, a Sharded leaf or None"
-
-    remedy = "make tensors of numbers, and keep other values out of the tree"
-    refuse(f"{api_name}: leaves are no tensors", flatten(tree).problems(misfit), remedy)
-
-
-def _list_parts(tree: Any, names: Callable[[str], str]) -> Iterator[LeafPart]:
-    """List the parts of leaves that this rank holds, under their names there; none where it holds no element."""
+def _list_parts(api_name: str, tree: Any, names: Callable[[str], str]) -> Parts:
+    """List the parts of leaves that this rank holds, by their names there; none where it holds no element."""
     flat = flatten(tree)
+    check_tensors(api_name, flat)
+    parts: dict[str, LeafPart] = {}
     for name, leaf in zip(flat.names, flat.leaves, strict=True):
         if leaf is None:
             continue
         local = local_box(leaf)
         if local.tensor.numel():
+            new_name = names(name)
+            if new_name in parts:
+                raise ValueError(f"{api_name}: names gives several leaves one name, {new_name!r}; change it")
             dtype = str(local.tensor.dtype).removeprefix("torch.")
-            yield LeafPart(LeafBox(names(name), dtype, local.full_shape, local.box), local.tensor)
+            parts[new_name] = LeafPart(LeafBox(new_name, dtype, local.full_shape, local.box), local.tensor)
+    return parts
 
 
 def _parse_boxes(rows: Sequence[Sequence[Any]]) -> list[LeafBox]:
@@ -293,10 +255,6 @@ def _messages_of_units(parts: Parts, requests: BoxesOfRanks) -> Iterator[list[Me
     yield unit
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
 class _Peers:
     """The ranks on the other side. Nothing more is sent to one that is lost.
 
@@ -305,8 +263,10 @@ class _Peers:
     """
 
     def __init__(self, api_name: str, ranks: Sequence[int], timeout: float) -> None:
-        job = range(dist.get_world_size()) if dist.is_initialized() else ()
-        are_others = ranks and all(rank in job and rank != dist.get_rank() for rank in ranks)
+        others: set[int] = set()
+        if dist.is_initialized():
+            others = set(range(dist.get_world_size())) - {dist.get_rank()}
+        are_others = ranks and others.issuperset(ranks)
         remedy = "start all of them by one torchrun"
         expect(are_others, api_name, "ranks to be other ranks of this job", f"{ranks!r:.40}", remedy)
         self._api_name = api_name
@@ -338,24 +298,25 @@ class _Peers:
     def send_values(self, values: Mapping[int, Any]) -> None:
         """Send a value to each rank. Messages go between CPUs, whatever torch's default device is."""
         for rank, value in values.items():
-            text = bytearray(json.dumps(value).encode())
-            self.start(dist.isend, rank, torch.tensor([len(text)], device="cpu"), LENGTH)
-            self.start(dist.isend, rank, torch.frombuffer(text, dtype=torch.uint8), TEXT)
+            text = json.dumps(value).encode()
+            for tag, data in ((LENGTH, len(text).to_bytes(8)), (TEXT, text)):
+                self.start(dist.isend, rank, torch.frombuffer(bytearray(data), dtype=torch.uint8), tag)
         self.wait()
 
     def receive_values(self) -> dict[int, Any]:
         """Receive a value from each rank that is not lost."""
-        lengths = {rank: torch.zeros(1, dtype=torch.int64, device="cpu") for rank in self._ranks}
-        for rank, length in lengths.items():
-            self.start(dist.irecv, rank, length, LENGTH)
+        lengths = self._receive_bytes(dict.fromkeys(self._ranks, 8), LENGTH)
+        texts = self._receive_bytes({rank: int.from_bytes(data) for rank, data in lengths.items()}, TEXT)
+        return {rank: json.loads(text) for rank, text in texts.items()}
+
+    def _receive_bytes(self, sizes: Mapping[int, int], tag: int) -> dict[int, bytes]:
+        """Receive so many bytes from each rank, and leave out those that are lost."""
+        buffers = {}
+        for rank, size in sizes.items():
+            buffers[rank] = torch.zeros(size, dtype=torch.uint8, device="cpu")
+            self.start(dist.irecv, rank, buffers[rank], tag)
         self.wait()
-        texts = {}
-        for rank, length in lengths.items():
-            texts[rank] = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-        for rank, text in texts.items():
-            self.start(dist.irecv, rank, text, TEXT)
-        self.wait()
-        return {rank: json.loads(bytes(text.numpy())) for rank, text in texts.items() if rank not in self.lost}
+        return {rank: bytes(buffer.numpy()) for rank, buffer in buffers.items() if rank not in self.lost}
 
     def raise_if_lost(self) -> None:
         """Raise an error that names the ranks that are lost, if there are any."""
