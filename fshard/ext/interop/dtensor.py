@@ -13,6 +13,7 @@ import fshard as fs
 from fshard.extend import (
     Exchange,
     Layouts,
+    Problem,
     check_transform,
     describe,
     expect,
@@ -48,33 +49,43 @@ def from_dtensor(tree: Any, strategy: Any) -> Any:
     flat = flatten(tree)
     check_transform(strategy, "from_dtensor", "strategy")
     layouts = Layouts("from_dtensor", strategy, flat.names, flat.leaves)
-    targets: list[fs.Spec | None] = []
+    leaves = []
+    problems = []
     for path, name, leaf in zip(flat.paths, flat.names, flat.leaves, strict=True):
-        is_dtensor = isinstance(leaf, DTensor)
-        targets.append(layouts.of(path, name, leaf, fs.Spec(tuple(leaf.shape))) if is_dtensor else None)
-    problems = flat.problems(_describe_misfit, targets) + layouts.problems
-    refuse("from_dtensor: leaves cannot be taken over", problems, "use the strategy's mesh and Shard or Replicate")
-    return flat.unflatten(map(_take_over, flat.leaves, targets))
+        if isinstance(leaf, DTensor):
+            target = layouts.of(path, name, leaf, fs.Spec(tuple(leaf.shape)))
+            # The strategy cannot lay out a leaf without a transform, which `layouts.problems` says.
+            taken = _take_over(leaf, target) if target.transform else leaf
+            if isinstance(taken, str):
+                problems.append(Problem(path, taken))
+            leaf = taken
+        leaves.append(leaf)
+    remedy = "use the strategy's mesh and Shard or Replicate"
+    refuse("from_dtensor: leaves cannot be taken over", problems + layouts.problems, remedy)
+    return flat.unflatten(leaves)
 
 
-def _describe_misfit(leaf: Any, target: fs.Spec | None) -> str | None:
-    """Say why a DTensor cannot be taken over, whose spec by the strategy alone is `target`; None if it can."""
-    if target is None or target.transform is None:
-        # No DTensor, or one that the strategy cannot lay out; `layouts.problems` has that.
-        return None
+def _take_over(leaf: DTensor, target: fs.Spec) -> fs.Sharded | str:
+    """Make a Sharded leaf of a DTensor whose spec by the strategy alone is `target`, or say why that cannot be."""
     strategy_axes = dict.fromkeys((*target.transform.axes, *target.axes))
-    axes = _axes_of(leaf.device_mesh, strategy_axes)
-    if set(axes) != set(strategy_axes):
-        return f"lives on {_list_axes(axes)}, and the strategy on {_list_axes(strategy_axes)}"
+    mesh_axes = _axes_of(leaf.device_mesh, strategy_axes)
+    if set(mesh_axes) != set(strategy_axes):
+        return f"lives on {_list_axes(mesh_axes)}, and the strategy on {_list_axes(strategy_axes)}"
     for placement in leaf.placements:
         if type(placement) not in (Shard, Replicate):
             return f"has the placement {placement}, which is neither Shard nor Replicate"
-    spec = _layout_of(leaf, axes)
-    split = spec.partition_axes()
+    layout = _layout_of(leaf, mesh_axes)
+    split = layout.partition_axes()
     replicated = [axis.name for axis in target.owned if axis not in split]
     if replicated:
         return f"is replicated over {replicated}, where the strategy has each rank own its piece"
-    return _describe_layout_misfit(spec, axes)
+    misfit = _describe_layout_misfit(layout, mesh_axes)
+    if misfit:
+        return misfit
+    # In the strategy's order, because specs compare their axes in order.
+    axes = dict.fromkeys(axis for axis in (*target.axes, *layout.axes) if axis in layout.axes)
+    spec = replace(target, partition=layout.partition, axes=tuple(axes), frozen=layout.frozen)
+    return fs.Sharded(padded(leaf.to_local().detach(), spec), spec)
 
 
 def _layout_of(leaf: Any, axes: Iterable[fs.Axis]) -> fs.Spec:
@@ -87,18 +98,6 @@ def _layout_of(leaf: Any, axes: Iterable[fs.Axis]) -> fs.Spec:
         else:
             spec = spec.on(axis)
     return spec
-
-
-def _take_over(leaf: Any, target: fs.Spec | None) -> Any:
-    """Make a Sharded leaf of a DTensor, whose spec by the strategy alone is `target`; others stay as they are."""
-    if target is None:
-        return leaf
-    mesh_axes = _axes_of(leaf.device_mesh, (*target.transform.axes, *target.axes))
-    layout = _layout_of(leaf, mesh_axes)
-    # In the strategy's order, because specs compare their axes in order.
-    axes = dict.fromkeys(axis for axis in (*target.axes, *layout.axes) if axis in layout.axes)
-    spec = replace(target, partition=layout.partition, axes=tuple(axes), frozen=layout.frozen)
-    return fs.Sharded(padded(leaf.to_local().detach(), spec), spec)
 
 
 def to_dtensor(tree: Any, mesh: DeviceMesh) -> Any:
@@ -179,14 +178,10 @@ def _axes_of(mesh: DeviceMesh, known: Iterable[fs.Axis] = ()) -> list[fs.Axis]:
     """List the axes of a mesh. FSDP2's default mesh has no names, and is the known axis of all ranks."""
     if mesh.mesh_dim_names:
         return [fs.axis_of(mesh, name) for name in mesh.mesh_dim_names]
-    is_default = mesh.ndim == 1 and mesh.size() == dist.get_world_size()
-    return [axis for axis in dict.fromkeys(known) if is_default and _is_dim_of(mesh, axis)]
-
-
-def _is_dim_of(mesh: DeviceMesh, axis: fs.Axis) -> bool:
-    """Tell whether a mesh of one dim has this rank where an axis has it."""
+    if mesh.ndim > 1 or mesh.size() != dist.get_world_size():
+        return []
     place = (mesh.device_type, mesh.size(), mesh.get_local_rank())
-    return place == (axis.device_type, axis.size, fs.comm.rank(axis))
+    return [axis for axis in known if (axis.device_type, axis.size, fs.comm.rank(axis)) == place]
 
 
 def _list_axes(axes: Iterable[fs.Axis]) -> str:

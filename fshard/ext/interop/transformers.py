@@ -7,7 +7,7 @@ import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -72,10 +72,8 @@ class PlannedTensor(torch.Tensor):
 
 def _read_result(func: Any, args: Any, kwargs: Any, position: int, box: Box) -> torch.Tensor:
     """Read a box of one of the results of a function."""
-    if func is torch.stack:
-        return _read_stack(box, *args, **kwargs)
-    if func is torch.cat:
-        return _read_cat(box, *args, **kwargs)
+    if func in (torch.stack, torch.cat):
+        return _read_joined(func, box, *args, **kwargs)
     args, kwargs = fs.tree_map(_value_of, (args, kwargs))
     whole: torch.Tensor = fs.tree_leaves(func(*args, **kwargs))[position]
     return whole[box]
@@ -85,22 +83,22 @@ def _value_of(leaf: Any) -> Any:
     return leaf.value() if isinstance(leaf, PlannedTensor) else leaf
 
 
-def _read_stack(box: Box, tensors: Sequence[PlannedTensor], dim: int = 0) -> torch.Tensor:
-    dim %= tensors[0].dim() + 1
-    inner = box[:dim] + box[dim + 1 :]
-    parts = [tensor.read(inner) for tensor in tensors[box[dim]]]
-    return torch.stack(parts, dim)
-
-
-def _read_cat(box: Box, tensors: Sequence[PlannedTensor], dim: int = 0) -> torch.Tensor:
-    dim %= tensors[0].dim()
+def _read_joined(
+    func: Callable[..., torch.Tensor], box: Box, tensors: Sequence[PlannedTensor], dim: int = 0
+) -> torch.Tensor:
+    """Read a box of what torch.stack or torch.cat makes of tensors."""
+    dim %= len(box)
+    before = box[:dim]
+    along = box[dim]
+    after = box[dim + 1 :]
+    if func is torch.stack:
+        parts = [tensor.read(before + after) for tensor in tensors[along]]
+        return torch.stack(parts, dim)
     parts = []
     for tensor in tensors:
-        inner = list(box)
-        inner[dim] = slice(0, tensor.shape[dim])
-        parts.append(tensor.read(tuple(inner)))
-    start, stop = box[dim].start, box[dim].stop
-    return torch.cat(parts, dim).narrow(dim, start, stop - start)
+        whole = slice(0, tensor.shape[dim])
+        parts.append(tensor.read((*before, whole, *after)))
+    return torch.cat(parts, dim).narrow(dim, along.start, along.stop - along.start)
 
 
 def plan_entry(entry: Entry, source: str) -> PlannedTensor:
@@ -128,20 +126,6 @@ def is_pretrained(module: nn.Module | None) -> TypeGuard[nn.Module]:
     return base is not None and isinstance(module, base)
 
 
-class _RenamedTensors(NamedTuple):
-    """The tensors of files, under the names that transformers gives them.
-
-    Attributes:
-        entries: Tensors that the model has as they are in the files, by the model's names.
-        conversions: Conversions of transformers with the tensors that they convert, by the first name that they make.
-        unmatched: Names in the files of tensors that the model does not have, by the names that it would give them.
-    """
-
-    entries: dict[str, Entry]
-    conversions: dict[str, Any]
-    unmatched: dict[str, list[str]]
-
-
 def from_files(stored: Entries, module: nn.Module) -> tuple[dict[str, Entry], frozenset[str]]:
     """Rename and convert the weights of files to those of a model, as from_pretrained does.
 
@@ -157,41 +141,36 @@ def from_files(stored: Entries, module: nn.Module) -> tuple[dict[str, Entry], fr
         CheckpointError: if transformers cannot convert a weight.
     """
     expected: dict[str, Any] = module.state_dict()
-    renamed = _rename(stored, module, expected)
-    entries = renamed.entries
-    for name, conversion in renamed.conversions.items():
-        entries |= _convert(name, conversion, module)
-    absent = expected.keys() - entries.keys()
-    missing, unexpected = _compat.drop_ignored_names(module, absent, set(renamed.unmatched))
-    for new_name, names in renamed.unmatched.items():
-        if new_name in unexpected:
-            entries |= {name: stored[name] for name in names}
-    optional = expected.keys() - entries.keys() - missing
-    return entries, frozenset(optional)
-
-
-def _rename(stored: Entries, module: nn.Module, expected: Leaves) -> _RenamedTensors:
-    """Give the tensors of files the names of a model, whose state dict is `expected`."""
     renamings, converters = _compat.weight_conversions(module)
     by_pattern: dict[str, Any] = {}
     for converter in converters:
         by_pattern |= dict.fromkeys(converter.source_patterns, converter)
-    renamed = _RenamedTensors({}, {}, {})
+    entries: dict[str, Entry] = {}
+    # Conversions with the tensors that they convert, by the first name that they make.
+    conversions: dict[str, Any] = {}
+    # Names in the files of tensors that the model does not have, by the names that it would give them.
+    unknown_names: dict[str, list[str]] = {}
     # A conversion takes its sources in the order in which transformers collects them.
     for name in sorted(stored, key=_compat.weight_order):
         new_name, pattern = _compat.rename_weight(name, module, expected, renamings, converters)
         if new_name not in expected and name in expected:
             new_name, pattern = _compat.rename_weight(name, module, expected, [], [])
         if new_name not in expected:
-            renamed.unmatched.setdefault(new_name, []).append(name)
+            unknown_names.setdefault(new_name, []).append(name)
         elif pattern is None:
-            renamed.entries.setdefault(new_name, stored[name])
+            entries.setdefault(new_name, stored[name])
         else:
-            converter = copy.deepcopy(by_pattern[pattern])
-            conversion = renamed.conversions.setdefault(new_name, converter)
+            conversion = conversions.setdefault(new_name, copy.deepcopy(by_pattern[pattern]))
             planned = plan_entry(stored[name], name)
             conversion.add_tensor(new_name, name, pattern, planned)
-    return renamed
+    for name, conversion in conversions.items():
+        entries |= _convert(name, conversion, module)
+    absent = expected.keys() - entries.keys()
+    missing, unexpected = _compat.drop_ignored_names(module, absent, set(unknown_names))
+    for new_name in unexpected:
+        entries |= {name: stored[name] for name in unknown_names[new_name]}
+    optional = expected.keys() - entries.keys() - missing
+    return entries, frozenset(optional)
 
 
 def _convert(name: str, conversion: Any, module: nn.Module) -> dict[str, Entry]:
