@@ -22,7 +22,7 @@ from fshard.checkpoint.boxes import Box
 from fshard.checkpoint.errors import CheckpointError, expect_file
 from fshard.shard import bytes_of
 
-__all__ = ["Chunk", "Manifest", "decode_outline", "digest", "encode", "lay_out", "list_kinds", "merge"]
+__all__ = ["Chunk", "Manifest", "StoredLeaf", "decode_outline", "digest", "encode", "lay_out", "list_kinds", "merge"]
 
 # A manifest begins with these bytes and its digest; a later version would begin otherwise.
 HEAD = b'{"format": "fshard.checkpoint",\n "version": 1,\n "digest": "'

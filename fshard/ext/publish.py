@@ -8,9 +8,11 @@ that it needs: the schedule follows from the two layouts alone.
 import json
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -175,7 +177,11 @@ def _schedule(parts: Parts, offered: BoxesOfRanks) -> tuple[BoxesOfRanks, list[P
     """Choose for each rank on the other side what it sends, and find the leaves that ranks there do not make up."""
     requests: dict[int, list[LeafBox]] = {rank: [] for rank in offered}
     problems = []
-    holders_of_leaves = _find_holders(offered)
+    # The ranks that hold each part, by the names of leaves.
+    holders_of_leaves: dict[str, dict[LeafBox, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, boxes in offered.items():
+        for box in boxes:
+            holders_of_leaves[box.name][box].append(rank)
     # Ranks here and leaves take turns among those that hold the same.
     for turn, (name, (box, tensor)) in enumerate(parts.items(), start=dist.get_rank()):
         if name not in holders_of_leaves:
@@ -195,16 +201,6 @@ def _schedule(parts: Parts, offered: BoxesOfRanks) -> tuple[BoxesOfRanks, list[P
         if covered != box.numel:
             problems.append(Problem(name, "is only in part on the ranks that publish it"))
     return requests, problems
-
-
-def _find_holders(offered: BoxesOfRanks) -> dict[str, dict[LeafBox, list[int]]]:
-    """List the ranks that hold each part, by the names of leaves."""
-    holders_of_leaves: dict[str, dict[LeafBox, list[int]]] = {}
-    for rank, boxes in offered.items():
-        for box in boxes:
-            holders = holders_of_leaves.setdefault(box.name, {})
-            holders.setdefault(box, []).append(rank)
-    return holders_of_leaves
 
 
 def _list_parts(api_name: str, tree: Any, names: Callable[[str], str]) -> Parts:
@@ -238,21 +234,25 @@ def _messages_of_units(parts: Parts, requests: BoxesOfRanks) -> Iterator[list[Me
 
     Both sides take leaves in the order of their names, or each would wait for another leaf.
     """
-    messages_of_leaves: dict[str, list[Message]] = {name: [] for name in sorted(parts)}
+    messages = []
     for rank, boxes in requests.items():
-        for number, box in enumerate(boxes):
-            messages_of_leaves[box.name].append(Message(rank, number, box))
+        messages += [Message(rank, number, box) for number, box in enumerate(boxes)]
+    messages.sort(key=_leaf_of)
     unit: list[Message] = []
     unit_bytes = 0
-    for name, messages in messages_of_leaves.items():
+    for name, messages_of_leaf in groupby(messages, _leaf_of):
         nbytes = parts[name].tensor.nbytes
         if unit_bytes + nbytes > UNIT_BYTES:
             yield unit
             unit = []
             unit_bytes = 0
-        unit += messages
+        unit += messages_of_leaf
         unit_bytes += nbytes
     yield unit
+
+
+def _leaf_of(message: Message) -> str:
+    return message.box.name
 
 
 class _Peers:

@@ -175,8 +175,9 @@ def load_dcp(
         groups = _read_groups(exchange, values, f"{prefix}param_groups.", like.opt_state)
     opt_state = states.rebuild_state(exchange, like.opt_state, slots, groups, updates)
     counts = [int(state.updates) for state in states.list_states(opt_state)]
+    step = max(counts, default=0)
     return like._replace(
-        step=torch.full_like(like.step, max(counts, default=0)),
+        step=torch.full_like(like.step, step),
         params=exchange.with_leaves(like.params, filled),
         opt_state=opt_state,
         buffers=exchange.with_leaves(like.buffers, filled),
@@ -195,22 +196,22 @@ def _read_groups(
     for key, read in values.items():
         group, _, name = key.rpartition(".")
         if group.startswith(prefix):
-            hyper = values_of_groups.setdefault(group.removeprefix(prefix), {})
+            hyper = values_of_groups.setdefault(group, {"params": [group.removeprefix(prefix)]})
             if name in injected or name == "params":
                 hyper[name] = read()
     groups = []
-    for group, hyper in values_of_groups.items():
-        members = hyper.get("params", [group])
-        groups.append(states.Group({exchange.first.get(name, name) for name in members}, hyper))
+    for hyper in values_of_groups.values():
+        members = {exchange.first.get(name, name) for name in hyper["params"]}
+        groups.append(states.Group(members, hyper))
     return groups
 
 
 def _model_leaves(exchange: ModuleExchange, state: Any, *, needs_values: bool) -> dict[str, Any]:
-    if not hasattr(state, "opt_state"):
-        return exchange.leaves(state, needs_values=needs_values)
-    params = exchange.leaves(state.params, needs_values=needs_values)
-    buffers = exchange.leaves(state.buffers, needs_values=needs_values)
-    return params | buffers
+    parts = [state.params, state.buffers] if hasattr(state, "opt_state") else [state]
+    leaves: dict[str, Any] = {}
+    for part in parts:
+        leaves |= exchange.leaves(part, needs_values=needs_values)
+    return leaves
 
 
 def _prefix(key: str) -> str:
@@ -225,8 +226,9 @@ def _entries_under(
     taken = {name.removeprefix(prefix): entry for name, entry in entries.items() if name.startswith(prefix)}
     name = name_of_fsdp2(min(names, default=""))
     places = [other for other in sorted(entries) if f".{other}".endswith(f".{name}")]
-    remedy = f'pass its key as {argument}=, which is "" for the top'
-    expect(taken or not name, label, f"{prefix}{name} in the checkpoint", " and ".join(places) or "nothing", remedy)
+    expected = f"{prefix}{name} in the checkpoint"
+    got = " and ".join(places) or "nothing"
+    expect(taken or not name, label, expected, got, f'pass its key as {argument}=, which is "" for the top')
     return taken
 
 

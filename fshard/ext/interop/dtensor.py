@@ -148,30 +148,17 @@ def _to_dtensor(leaf: Any, mesh: DeviceMesh, axes: list[fs.Axis]) -> Any:
 
 def _describe_layout_misfit(spec: fs.Spec, axes: list[fs.Axis]) -> str | None:
     """Name a layout that DTensor does not have on the axes of a mesh, and those that it has; None if it has it."""
-    if _has_layout(spec, axes):
+    has_layout = set(spec.axes) <= set(axes) and (spec.shape or not spec.partition)
+    for dim, size in enumerate(spec.shape):
+        split = [axis for axis in axes if spec.dim_of(axis) == dim]
+        # A dim that DTensor splits over several axes has other padding than a leaf of fshard.
+        is_padded = size != spec.padded_shape[dim] and sum(axis.size > 1 for axis in split) > 1
+        if is_padded or split != list(spec.split_axes(dim)):
+            has_layout = False
+    if has_layout:
         return None
     layout = f"is {spec.partition!r} of shape {spec.shape} over {_list_axes(spec.axes)}"
     return f"{layout}, but DTensor splits dims evenly, in the order of {_list_axes(axes)}, and no numbers"
-
-
-def _has_layout(spec: fs.Spec, axes: list[fs.Axis]) -> bool:
-    """Tell whether DTensor has a layout on the axes of a mesh.
-
-    It splits a dim over axes in their order, and a number over none. A dim that it splits over several axes has other
-    padding than a leaf of fshard.
-    """
-    if not set(spec.axes) <= set(axes):
-        return False
-    if spec.partition and not spec.shape:
-        return False
-    for dim, size in enumerate(spec.shape):
-        split = list(spec.split_axes(dim))
-        if split != [axis for axis in axes if axis in split]:
-            return False
-        several = sum(axis.size > 1 for axis in split) > 1
-        if several and size != spec.padded_shape[dim]:
-            return False
-    return True
 
 
 def _axes_of(mesh: DeviceMesh, known: Iterable[fs.Axis] = ()) -> list[fs.Axis]:

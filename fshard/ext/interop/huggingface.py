@@ -1,8 +1,8 @@
 """To and from safetensors as Hugging Face lays them out: one file, or several with an index."""
 
+import fnmatch
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from os import PathLike
@@ -77,8 +77,7 @@ def save_huggingface(
     (['checksums.json', 'model.safetensors'], {'w': tensor([1., 2.])})
     """
     exchange = ModuleExchange("checkpoint.save_huggingface", module)
-    given = exchange.leaves(params)
-    leaves = {name: leaf for name, leaf in given.items() if exchange.saved_as(name)}
+    leaves = {name: leaf for name, leaf in exchange.leaves(params).items() if name not in exchange.unsaved}
     full: dict[str, torch.Tensor] = {}
     with exchange.raise_on_all_ranks():
         check_arguments(exchange.label, NUMBER, max_file_bytes=max_file_bytes)
@@ -151,33 +150,32 @@ def load_huggingface(
     ({'w': Sharded(float32[2], P('shard'), local [2])}, tensor([1., 2.]))
     """
     exchange = ModuleExchange("checkpoint.load_huggingface", module)
-    with ExitStack() as stack:
-        with exchange.raise_on_all_ranks(directory):
-            entries, lacking = _open(exchange.path("directory", directory), stack)
-            optional: frozenset[str] = frozenset()
-            if names is None and is_pretrained(module):
-                entries, optional = from_files(entries, module)
-        leaves = exchange.leaves(like, needs_values=False, cast=cast, strict=strict)
-        if names is not None:
-            with exchange.raise_on_all_ranks():
-                renamed = _rename(exchange.label, filter(exchange.saved_as, leaves), names)
-                for name in chain.from_iterable(exchange.saved.values()):
-                    renamed.setdefault(names(name), name)
-            # A tensor may have the name of a leaf that `names` calls otherwise, and must not be taken for it.
-            entries = {renamed.get(name, f"{name} (in the files)"): entry for name, entry in entries.items()}
-        present = {exchange.first.get(name, name) for name in entries}
-        absent = leaves.keys() - present - exchange.unsaved - optional
+    with exchange.raise_on_all_ranks(directory):
+        entries, lacking = _open(exchange.path("directory", directory))
+        optional: frozenset[str] = frozenset()
+        if names is None and is_pretrained(module):
+            entries, optional = from_files(entries, module)
+    leaves = exchange.leaves(like, needs_values=False, cast=cast, strict=strict)
+    if names is not None:
         with exchange.raise_on_all_ranks():
-            # Weights that only the index has do no harm where every leaf is found, such as those of a tied head.
-            if absent and lacking:
-                raise CheckpointError(f"{lacking[0]}, which does not have it; fetch the directory anew")
-        if not strict:
-            optional = frozenset(leaves)
-            entries = {name: entry for name, entry in entries.items() if exchange.first.get(name, name) in leaves}
-            if leaves and not entries:
-                remedy = "names= gives leaves the names that they have in the files"
-                raise ValueError(f"{exchange.label}: none of the leaves is in the files; {remedy}")
-        filled = exchange.fill(entries, leaves, cast, optional)
+            renamed = _rename(exchange.label, filter(exchange.saved_as, leaves), names)
+            for name in chain.from_iterable(exchange.saved.values()):
+                renamed.setdefault(names(name), name)
+        # A tensor may have the name of a leaf that `names` calls otherwise, and must not be taken for it.
+        entries = {renamed.get(name, f"{name} (in the files)"): entry for name, entry in entries.items()}
+    present = {exchange.first.get(name, name) for name in entries}
+    absent = leaves.keys() - present - exchange.unsaved - optional
+    with exchange.raise_on_all_ranks():
+        # Weights that only the index has do no harm where every leaf is found, such as those of a tied head.
+        if absent and lacking:
+            raise CheckpointError(f"{lacking[0]}, which does not have it; fetch the directory anew")
+    if not strict:
+        optional = frozenset(leaves)
+        entries = {name: entry for name, entry in entries.items() if exchange.first.get(name, name) in leaves}
+        if leaves and not entries:
+            remedy = "names= gives leaves the names that they have in the files"
+            raise ValueError(f"{exchange.label}: none of the leaves is in the files; {remedy}")
+    filled = exchange.fill(entries, leaves, cast, optional)
     return exchange.with_leaves(like, filled)
 
 
@@ -276,7 +274,7 @@ def _make_index(files: Mapping[str, TensorKinds]) -> str:
     return json.dumps(index, indent=2, sort_keys=True)
 
 
-def _open(directory: Path, stack: ExitStack) -> tuple[dict[str, Entry], list[str]]:
+def _open(directory: Path) -> tuple[dict[str, Entry], list[str]]:
     """List the tensors of a model's files by name, and what the index says of others."""
     # A pipe is no regular file. Links are followed: the cache of huggingface_hub is made of them.
     names = sorted(path.name for path in directory.iterdir() if path.is_file())
@@ -286,7 +284,7 @@ def _open(directory: Path, stack: ExitStack) -> tuple[dict[str, Entry], list[str
     boxes = shared_files.read_checksums(directory)
     entries: dict[str, Entry] = {}
     for file in files:
-        for name, entry in _open_file(directory / file, boxes, stack).items():
+        for name, entry in _open_file(directory / file, boxes).items():
             # A tensor may be in several files, and the index names one of them.
             if weight_map.get(name, file) == file:
                 entries[name] = entry
@@ -299,9 +297,9 @@ def _open(directory: Path, stack: ExitStack) -> tuple[dict[str, Entry], list[str
 
 def _find_main_file(directory: Path, names: Sequence[str]) -> Path:
     """Find the one file of weights or their index, as transformers does; other libraries have other names for it."""
-    candidates = [name for name in (SINGLE, INDEX) if name in names][:1]
-    for ending in (".safetensors.index.json", ".safetensors"):
-        candidates = candidates or [name for name in names if name.endswith(ending)]
+    candidates: list[str] = []
+    for pattern in (SINGLE, INDEX, "*.safetensors.index.json", "*.safetensors"):
+        candidates = candidates or fnmatch.filter(names, pattern)
     if len(candidates) != 1:
         listed = ", ".join(candidates) or "none"
         text = f"expected {SINGLE}, {INDEX} or one file of weights, got {listed}; move others elsewhere"
@@ -321,11 +319,11 @@ def _read_weight_map(path: Path, names: Sequence[str]) -> dict[str, str]:
     return weight_map
 
 
-def _open_file(path: Path, boxes: WrittenBoxes | None, stack: ExitStack) -> dict[str, Entry]:
+def _open_file(path: Path, boxes: WrittenBoxes | None) -> dict[str, Entry]:
     """List the tensors of one file, by name."""
     entries = {}
     try:
-        file = stack.enter_context(safe_open(path, framework="pt"))
+        file = safe_open(path, framework="pt")
         for name in file.keys():  # noqa: SIM118 - it is no dict
             tensor = file.get_slice(name)
             shape = tuple(tensor.get_shape())

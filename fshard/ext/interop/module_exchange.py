@@ -23,9 +23,10 @@ from fshard.extend import (
     unsharded,
 )
 
+# What a caller can do about leaves that do not fit.
 REMEDY = (
     "pass a tree of the same names; module= knows which are tied or not saved, cast=True of from_state_dict and "
-    "load_huggingface changes dtypes, strict=False of load_huggingface passes over what only one has"
+    "load_huggingface changes dtypes, strict=False of the latter passes over what only one has"
 )
 
 

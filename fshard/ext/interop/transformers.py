@@ -73,7 +73,7 @@ class PlannedTensor(torch.Tensor):
 def _read_result(func: Any, args: Any, kwargs: Any, position: int, box: Box) -> torch.Tensor:
     """Read a box of one of the results of a function."""
     if func in (torch.stack, torch.cat):
-        return _read_joined(func, box, *args, **kwargs)
+        return _read_stack_or_cat(func, box, *args, **kwargs)
     args, kwargs = fs.tree_map(_value_of, (args, kwargs))
     whole: torch.Tensor = fs.tree_leaves(func(*args, **kwargs))[position]
     return whole[box]
@@ -83,7 +83,7 @@ def _value_of(leaf: Any) -> Any:
     return leaf.value() if isinstance(leaf, PlannedTensor) else leaf
 
 
-def _read_joined(
+def _read_stack_or_cat(
     func: Callable[..., torch.Tensor], box: Box, tensors: Sequence[PlannedTensor], dim: int = 0
 ) -> torch.Tensor:
     """Read a box of what torch.stack or torch.cat makes of tensors."""

@@ -120,8 +120,8 @@ def test_leaves_that_do_not_fit_are_all_named():
         "  missing: expected float32[2], got nothing\n"
         "  extra: expected nothing, got float32[1]\n"
         "To fix: pass a tree of the same names; module= knows which are tied or not saved, cast=True of "
-        "from_state_dict and load_huggingface changes dtypes, strict=False of load_huggingface passes over what only "
-        "one has."
+        "from_state_dict and load_huggingface changes dtypes, strict=False of the latter passes over what only one "
+        "has."
     )
 
 
