@@ -35,6 +35,7 @@
 - `Entry`: a full tensor of another format, of which an `Exchange` reads boxes.
 - `Exchange`: moves leaves to or from another format; every rank makes the same calls.
 - `estimate_operator`: the seconds of a node of a graph on a device, by `Rates`.
+- `read_box`: reads a box of a leaf from the chunks of a manifest that have elements of it.
 - `read_environment`: the variables of the environment.
 - `expect`: refuses an argument unless it is as expected.
 - `expect_file`: refuses a file unless it is as expected.
@@ -180,6 +181,7 @@ from fshard.checkpoint.errors import expect_file
 from fshard.checkpoint.exchange import Exchange, join_ranks
 from fshard.checkpoint.files import lay_out
 from fshard.checkpoint.host_copies import copy_into
+from fshard.checkpoint.restore import read_box
 from fshard.checkpoint.save import choose_boxes, describe_state
 from fshard.collectives import (
     OBSERVED,
@@ -413,6 +415,7 @@ __all__ = [
     "rank_state",
     "ranks_of",
     "ranks_on_host",
+    "read_box",
     "read_environment",
     "record_on_tape",
     "refuse",

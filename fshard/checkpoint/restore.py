@@ -155,11 +155,11 @@ def _list_entries(manifest: files.Manifest, read_chunk: ReadChunk) -> dict[str, 
     """List leaves by path: an entry of each that is a tensor, and the values of others."""
     entries: dict[str, Any] = {}
     for path, leaf in manifest.tensors.items():
-        entries[path] = Entry(getattr(torch, leaf.dtype), leaf.shape, partial(_read_box, path, leaf, read_chunk))
+        entries[path] = Entry(getattr(torch, leaf.dtype), leaf.shape, partial(read_box, path, leaf, read_chunk))
     return entries | dict(manifest.values)
 
 
-def _read_box(path: str, leaf: files.StoredLeaf, read_chunk: ReadChunk, slices: Sequence[slice]) -> torch.Tensor:
+def read_box(path: str, leaf: files.StoredLeaf, read_chunk: ReadChunk, slices: Sequence[slice]) -> torch.Tensor:
     """Read a box of a leaf from the chunks that have elements of it."""
     dtype = getattr(torch, leaf.dtype)
     offsets = tuple(side.start for side in slices)

@@ -3,7 +3,6 @@
 import fnmatch
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from os import PathLike
 from pathlib import Path
@@ -18,7 +17,7 @@ from fshard.checkpoint import CheckpointError
 from fshard.ext.interop import shared_files
 from fshard.ext.interop.export import new_files
 from fshard.ext.interop.module_exchange import ModuleExchange
-from fshard.ext.interop.shared_files import CHECKSUMS, Part, TensorKinds, WrittenBoxes
+from fshard.ext.interop.shared_files import CHECKSUMS, Part, TensorKinds, WrittenTensors
 from fshard.ext.interop.transformers import PlannedTensor, from_files, is_pretrained, plan_leaf, to_files
 from fshard.extend import FLOATING, NUMBER, Entry, Problem, check_arguments, describe, expect, local_box, refuse
 
@@ -281,10 +280,10 @@ def _open(directory: Path) -> tuple[dict[str, Entry], list[str]]:
     main_file = _find_main_file(directory, names)
     weight_map = _read_weight_map(main_file, names) if main_file.suffix == ".json" else {}
     files = list(dict.fromkeys(weight_map.values())) or [main_file.name]
-    boxes = shared_files.read_checksums(directory)
+    written = shared_files.read_checksums(directory)
     entries: dict[str, Entry] = {}
     for file in files:
-        for name, entry in _open_file(directory / file, boxes).items():
+        for name, entry in _open_file(directory / file, written).items():
             # A tensor may be in several files, and the index names one of them.
             if weight_map.get(name, file) == file:
                 entries[name] = entry
@@ -319,19 +318,13 @@ def _read_weight_map(path: Path, names: Sequence[str]) -> dict[str, str]:
     return weight_map
 
 
-def _open_file(path: Path, boxes: WrittenBoxes | None) -> dict[str, Entry]:
+def _open_file(path: Path, written: WrittenTensors | None) -> dict[str, Entry]:
     """List the tensors of one file, by name."""
     entries = {}
     try:
         file = safe_open(path, framework="pt")
         for name in file.keys():  # noqa: SIM118 - it is no dict
-            tensor = file.get_slice(name)
-            shape = tuple(tensor.get_shape())
-            # An empty box says the dtype without reading the tensor.
-            empty = tensor[(slice(0, 0),) * len(shape)]
-            boxes_of_tensor = None if boxes is None else boxes.get(name, ())
-            read = partial(shared_files.read, path, name, tensor, boxes_of_tensor)
-            entries[name] = Entry(empty.dtype, shape, read)
+            entries[name] = shared_files.make_entry(path, name, file.get_slice(name), written)
     except (SafetensorError, RuntimeError) as error:
         # torch has no dtypes of less than a byte.
         raise CheckpointError(f"{path}: {error}") from None

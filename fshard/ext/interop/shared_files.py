@@ -1,17 +1,16 @@
 """Files of safetensors that ranks write side by side, and checksums of the boxes that each of them wrote."""
 
-import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from fshard.checkpoint import CheckpointError
-from fshard.extend import Box, Exchange, bytes_of, files, lay_out
+from fshard.extend import Box, Entry, Exchange, bytes_of, files, lay_out, read_box
 
 # The name of the file that has the CRC-32 of boxes. It is a manifest, as checkpoints of fshard have them.
 CHECKSUMS = "checksums.json"
@@ -20,8 +19,8 @@ BOX_BYTES = 16 * 1024 * 1024
 
 # The tensors of a file by name, on the meta device, those of larger elements first.
 TensorKinds = Mapping[str, torch.Tensor]
-# The boxes that were written of each tensor.
-WrittenBoxes = Mapping[str, Sequence[files.Chunk]]
+# Tensors with the boxes that were written of them.
+WrittenTensors = Mapping[str, files.StoredLeaf]
 
 
 class Part(NamedTuple):
@@ -46,7 +45,7 @@ def write(
     boxes: dict[str, list[files.Chunk]] = {}
     try:
         for file, kinds in kinds_of_files.items():
-            boxes |= _write_file(directory / file, kinds, parts, has_header=exchange.rank == 0)
+            boxes |= _write_file(directory / file, kinds, parts)
     finally:
         for _ in parts:
             pass
@@ -56,15 +55,16 @@ def write(
     tensors = {}
     for kinds in kinds_of_files.values():
         for name, kind in kinds.items():
-            written = chain.from_iterable(boxes_of_rank.get(name, ()) for boxes_of_rank in boxes_of_ranks)
-            tensors[name] = files.StoredLeaf(f"{kind.dtype}", kind.shape, tuple(written))
-    (directory / CHECKSUMS).write_bytes(files.encode(files.Manifest(0, tensors, {})))
+            written: list[files.Chunk] = []
+            for boxes_of_rank in boxes_of_ranks:
+                written += boxes_of_rank.get(name, ())
+            tensors[name] = files.StoredLeaf(_name_of(kind.dtype), kind.shape, tuple(written))
+    manifest = files.Manifest(0, tensors, {})
+    (directory / CHECKSUMS).write_bytes(files.encode(manifest))
 
 
-def _write_file(
-    path: Path, kinds: TensorKinds, parts: Iterator[Part | None], *, has_header: bool
-) -> dict[str, list[files.Chunk]]:
-    """Write this rank's parts of the tensors of one file, with its header or without, and list their boxes."""
+def _write_file(path: Path, kinds: TensorKinds, parts: Iterator[Part | None]) -> dict[str, list[files.Chunk]]:
+    """Write the header of one file and this rank's parts of its tensors, and list their boxes."""
     dtypes_and_shapes = {name: (kind.dtype, kind.shape) for name, kind in kinds.items()}
     header, starts, size = lay_out(dtypes_and_shapes, format="pt")
     boxes = {}
@@ -73,14 +73,14 @@ def _write_file(
         # On a full disk this is an error, where a write to mapped memory would end the process.
         os.posix_fallocate(file.fileno(), 0, size)
         mapped = torch.from_file(f"{path}", shared=True, size=size, dtype=torch.uint8)
-        if has_header:
-            mapped[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        mapped[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         for (name, start), part in zip(starts.items(), parts, strict=False):
             if part is None:
                 continue
             kind = kinds[name]
-            data = mapped[start : start + kind.nbytes]
-            whole = data.view(kind.dtype).view(kind.shape)
+            stop = start + kind.nbytes
+            elements = mapped[start:stop].view(kind.dtype)
+            whole = elements.view(kind.shape)
             boxes[name] = _write_part(whole, part.offset, part.make())
         os.fsync(file.fileno())
     return boxes
@@ -94,62 +94,62 @@ def _write_part(whole: torch.Tensor, offset: tuple[int, ...], tensor: torch.Tens
     part.copy_(tensor)
     if not part.dim():
         return [files.Chunk(0, (), (), zlib.crc32(bytes_of(part)))]
-    rows = max(BOX_BYTES * len(part) // part.nbytes, 1)
+    row_bytes = part.nbytes // len(part)
+    rows = max(BOX_BYTES // row_bytes, 1)
     first_row, *inner = offset
     boxes = []
     for number, box in enumerate(part.split(rows)):
         start = (first_row + number * rows, *inner)
+        shape = tuple(box.shape)
         checksum = zlib.crc32(bytes_of(box))
-        boxes.append(files.Chunk(0, start, tuple(box.shape), checksum))
+        boxes.append(files.Chunk(0, start, shape, checksum))
     return boxes
 
 
-def read_checksums(directory: Path) -> WrittenBoxes | None:
+def read_checksums(directory: Path) -> WrittenTensors | None:
     """Read the checksums of a directory, if it has any."""
     path = directory / CHECKSUMS
     if not path.is_file():
         return None
     manifest = files.decode_outline(path.read_bytes(), path)
-    return {name: tensor.chunks for name, tensor in manifest.tensors.items()}
+    return manifest.tensors
 
 
-def read(
-    path: Path, name: str, tensor: Any, boxes: Sequence[files.Chunk] | None, place: tuple[slice, ...]
-) -> torch.Tensor:
-    """Read a part of a tensor in a file.
+def make_entry(path: Path, name: str, tensor: Any, written: WrittenTensors | None) -> Entry:
+    """Make an entry of a tensor in a file.
 
     Args:
         path: The file.
         name: The name of the tensor.
         tensor: The tensor, as safetensors slices it.
-        boxes: The boxes that were written of it; None reads without checks.
-        place: The part.
+        written: The checksums of all tensors; None reads without checks.
 
     Raises:
-        CheckpointError: if a box that the part lies in has other bytes than were written.
+        CheckpointError: if the checksums are of another tensor.
     """
-    if boxes is not None:
-        _check_boxes(path, name, tensor, boxes, place)
-    part: torch.Tensor = tensor[place]
-    # A tensor that is read whole is the mapped file, so this takes a copy.
-    return part.clone()
+    shape = tuple(tensor.get_shape())
+    # An empty box says the dtype without reading the tensor.
+    dtype = tensor[(slice(0, 0),) * len(shape)].dtype
+    if written is None:
+        # A tensor that is read whole is the mapped file, so this takes a copy.
+        return Entry(dtype, shape, lambda place: tensor[place].clone())
+    leaf = written.get(name)
+    expected = (_name_of(dtype), shape)
+    if leaf is None or leaf[:2] != expected:
+        checksums = path.with_name(CHECKSUMS)
+        raise CheckpointError(f"{checksums} is of another {name} than {path.name} has; remove it")
+    read_chunk = partial(_read_chunk, path, tensor)
+    return Entry(dtype, shape, partial(read_box, name, leaf, read_chunk))
 
 
-def _check_boxes(path: Path, name: str, tensor: Any, boxes: Sequence[files.Chunk], place: tuple[slice, ...]) -> None:
-    """Refuse boxes that do not make up a part of a tensor, and other bytes in those of them that it lies in."""
-    offsets = tuple(side.start for side in place)
-    sizes = tuple(side.stop - side.start for side in place)
-    part = Box(offsets, sizes)
-    counts = {}
-    for box in boxes:
-        shape = part.intersect(box.box).shape
-        if min(shape, default=1) > 0:
-            counts[box] = math.prod(shape)
-    if sum(counts.values()) != math.prod(sizes):
-        text = f"its boxes of {name} are not all of it; remove {CHECKSUMS}, which may be of another export"
-        raise CheckpointError(f"{path.with_name(CHECKSUMS)}: {text}")
-    for box in counts:
-        checksum = zlib.crc32(bytes_of(tensor[box.box.slices]))
-        if checksum != box.checksum:
-            text = f"{name} has other bytes than were written, in {[*box.shape]} from {[*box.offsets]}"
-            raise CheckpointError(f"{path}: {text}; have it written again, or remove {CHECKSUMS}")
+def _read_chunk(path: Path, tensor: Any, name: str, chunk: files.Chunk, memory: torch.Tensor) -> None:
+    """Read a box of a tensor, and refuse other bytes than were written."""
+    memory.copy_(tensor[chunk.box.slices])
+    checksum = zlib.crc32(bytes_of(memory))
+    if checksum != chunk.checksum:
+        text = f"{name} has other bytes than were written, in {[*chunk.shape]} from {[*chunk.offsets]}"
+        raise CheckpointError(f"{path}: {text}; have it written again, or remove {CHECKSUMS}")
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

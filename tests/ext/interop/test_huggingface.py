@@ -231,27 +231,30 @@ def test_damaged_checksums_are_named(tmp_path):
         assert f"{tmp_path / CHECKSUMS}: {text}" in refused_read(tmp_path)
 
 
-@pytest.mark.parametrize("box", ((), ((1, 0), (4, 3)), ((9, 0), (5, 3)), ((0, 0), (-5, -3))))
-def test_checksums_of_other_tensors_are_named(box, tmp_path):
+@pytest.mark.parametrize("leaf", (None, ("float64", (5, 9)), ("float32", (5, 3))))
+def test_checksums_of_another_export_are_named(leaf, tmp_path):
     layout(tmp_path, {SINGLE: FULL}, index=None)
-    chunks = (manifests.Chunk(0, *box, 1),) if box else ()
-    manifest = manifests.Manifest(0, {"a": manifests.StoredLeaf("float64", (5, 3), chunks)}, {})
-    (tmp_path / CHECKSUMS).write_bytes(manifests.encode(manifest))
-    text = "its boxes of a are not all of it; remove checksums.json, which may be of another export"
-    assert refused_read(tmp_path) == f"checkpoint.load_huggingface: {tmp_path / CHECKSUMS}: {text}"
+    tensors = {"a": manifests.StoredLeaf(*leaf, ())} if leaf else {}
+    (tmp_path / CHECKSUMS).write_bytes(manifests.encode(manifests.Manifest(0, tensors, {})))
+    text = f"{tmp_path / CHECKSUMS} is of another a than {SINGLE} has; remove it"
+    assert refused_read(tmp_path) == f"checkpoint.load_huggingface: {text}"
 
 
 def test_boxes_beside_what_is_read_are_not_checked(tmp_path):
     tensor, file = torch.arange(4), tmp_path / SINGLE
     save_file({"w": tensor}, file)
     right = zlib.crc32(tensor[2:].numpy().data)
-    boxes = [manifests.Chunk(0, (0,), (2,), 0), manifests.Chunk(0, (2,), (2,), right)]
+    chunks = (manifests.Chunk(0, (0,), (2,), 0), manifests.Chunk(0, (2,), (2,), right))
+    written = {"w": manifests.StoredLeaf("int64", (4,), chunks)}
     with safe_open(file, framework="pt") as opened:
-        saved = opened.get_slice("w")
-        assert shared_files.read(file, "w", saved, boxes, (slice(2, 4),)).tolist() == [2, 3]
+        entry = shared_files.make_entry(file, "w", opened.get_slice("w"), written)
+        assert entry.read((slice(2, 4),)).tolist() == [2, 3]
         text = r": w has other bytes than were written, in \[2\] from \[0\]"
         with pytest.raises(CheckpointError, match=text):
-            shared_files.read(file, "w", saved, boxes, (slice(1, 3),))
+            entry.read((slice(1, 3),))
+        written["w"] = written["w"]._replace(chunks=chunks[1:])
+        with pytest.raises(CheckpointError, match="w: 1 of its elements are on no rank"):
+            shared_files.make_entry(file, "w", opened.get_slice("w"), written).read((slice(1, 3),))
 
 
 def test_a_conversion_that_writes_to_a_weight_is_refused():
