@@ -39,11 +39,6 @@ class LeafBox(NamedTuple):
     shape: tuple[int, ...]
     region: Box
 
-    @property
-    def numel(self) -> int:
-        """Count its elements."""
-        return math.prod(max(size, 0) for size in self.region.shape)
-
 
 class LeafPart(NamedTuple):
     """The part of a leaf that this rank holds, and a tensor with its elements."""
@@ -194,11 +189,11 @@ def _schedule(parts: Parts, offered: BoxesOfRanks) -> tuple[BoxesOfRanks, list[P
             continue
         covered = 0
         for held, ranks in holders_of_leaves[name].items():
-            common = box._replace(region=box.region.intersect(held.region))
-            if common.numel:
-                covered += common.numel
-                requests[ranks[turn % len(ranks)]].append(common)
-        if covered != box.numel:
+            region = box.region.intersect(held.region)
+            if min(region.shape, default=1) > 0:
+                covered += math.prod(region.shape)
+                requests[ranks[turn % len(ranks)]].append(box._replace(region=region))
+        if covered != tensor.numel():
             problems.append(Problem(name, "is only in part on the ranks that publish it"))
     return requests, problems
 

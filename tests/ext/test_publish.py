@@ -157,9 +157,13 @@ def test_other_leaves_are_refused_on_both_sides_and_trainers_go_on():
     assert (received["w"].tolist(), version) == (W["w"].tolist(), 3)
 
 
+@on_ranks("2 processes")
 def test_boxes_that_are_apart_in_two_dims_share_no_element():
-    apart = Box((0, 0), (1, 1)).intersect(Box((2, 2), (1, 1)))
-    assert module.LeafBox("w", "float32", (3, 3), apart).numel == 0
+    corners = [module.LeafBox("w", "float32", (3, 3), Box((place, place), (1, 1))) for place in (0, 2)]
+    parts = {"w": module.LeafPart(corners[0], torch.zeros(1, 1))}
+    requests, problems = module._schedule(parts, {0: corners[1:]})
+    assert requests == {0: []}
+    assert [problem.got for problem in problems] == ["is only in part on the ranks that publish it"]
 
 
 @on_ranks("3 processes")

@@ -170,7 +170,8 @@ def load_dcp(
     slots = {}
     for key, entry in stored.items():
         parameter, _, name = key.rpartition(".")
-        slots[f"{name}.{exchange.first.get(parameter, parameter)}"] = entry
+        first = exchange.first.get(parameter, parameter)
+        slots[f"{name}.{first}"] = entry
     with exchange.raise_on_all_ranks(directory):
         groups = _read_groups(exchange, values, f"{prefix}param_groups.", like.opt_state)
     opt_state = states.rebuild_state(exchange, like.opt_state, slots, groups, updates)

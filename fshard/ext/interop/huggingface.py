@@ -81,7 +81,9 @@ def save_huggingface(
     with exchange.raise_on_all_ranks():
         check_arguments(exchange.label, NUMBER, max_file_bytes=max_file_bytes)
         check_arguments(exchange.label, FLOATING, dtype=dtype)
-        _check_complete(exchange, leaves)
+        absent = sorted(exchange.saved.keys() - leaves.keys())
+        problems = [Problem(name, "is saved by the module, and not among the leaves") for name in absent]
+        refuse(f"{exchange.label}: leaves do not fit", problems, "pass {**params, **buffers}")
         if names is None and is_pretrained(module):
             tensors = to_files(exchange, leaves, module, full)
         else:
@@ -90,8 +92,7 @@ def save_huggingface(
     files = _assign_files(tensors, dtype, max_file_bytes)
     texts = {"(directory)": f"{directory}"}
     for file, kinds in files.items():
-        lines = [f"{name}: {kind.dtype}{[*kind.shape]}" for name, kind in kinds.items()]
-        texts[f"({file})"] = "\n".join(lines)
+        texts |= {f"({file}) {name}": f"{kind.dtype}{[*kind.shape]}" for name, kind in kinds.items()}
     holders = exchange.find_holders(leaves, texts)
     with new_files(exchange, directory, (CHECKSUMS, SINGLE, INDEX), files) as temporary:
         results = [tensors[name] for name in chain.from_iterable(files.values())]
@@ -178,13 +179,6 @@ def load_huggingface(
     return exchange.with_leaves(like, filled)
 
 
-def _check_complete(exchange: ModuleExchange, leaves: Mapping[str, Any]) -> None:
-    """Refuse leaves that lack what the module saves."""
-    absent = sorted(exchange.saved.keys() - leaves.keys())
-    problems = [Problem(name, "is saved by the module, and not among the leaves") for name in absent]
-    refuse(f"{exchange.label}: leaves do not fit", problems, "pass {**params, **buffers}")
-
-
 def _rename(label: str, leaves: Iterable[str], names: Names | None) -> dict[str, str]:
     """Return the names of leaves by those that they have in the files, and refuse names that no reader takes."""
     names = names or str
@@ -243,7 +237,10 @@ def _make_parts(
     every_rank = range(exchange.ranks.size)
     for number, result in enumerate(results):
         if result.leaf is None:
-            _gather_sources(leaves, result.sources, full)
+            for name in full.keys() - result.sources:
+                del full[name]
+            shards = {name: leaves[name] for name in sorted(result.sources - full.keys())}
+            full.update(fs.unshard(shards))
             part = Part((0,) * result.dim(), result.value)
             ranks: Sequence[int] = every_rank
         else:
@@ -252,14 +249,6 @@ def _make_parts(
             ranks = holders[result.leaf]
         writer = ranks[number % len(ranks)]
         yield part if writer == exchange.rank else None
-
-
-def _gather_sources(leaves: Mapping[str, Any], sources: frozenset[str], full: dict[str, torch.Tensor]) -> None:
-    """Gather the leaves of some names that are not gathered yet, and drop others."""
-    for name in full.keys() - sources:
-        del full[name]
-    shards = {name: leaves[name] for name in sorted(sources - full.keys())}
-    full.update(fs.unshard(shards))
 
 
 def _make_index(files: Mapping[str, TensorKinds]) -> str:
@@ -287,10 +276,7 @@ def _open(directory: Path) -> tuple[dict[str, Entry], list[str]]:
             # A tensor may be in several files, and the index names one of them.
             if weight_map.get(name, file) == file:
                 entries[name] = entry
-    lacking = []
-    for name, file in weight_map.items():
-        if name not in entries:
-            lacking.append(f"{main_file} names {file} for {name}")
+    lacking = [f"{main_file} names {weight_map[name]} for {name}" for name in weight_map if name not in entries]
     return entries, lacking
 
 

@@ -1,6 +1,6 @@
 """Leaves of modules to and from formats by their names in state dicts."""
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from itertools import chain
 from typing import Any
 
@@ -86,27 +86,19 @@ class ModuleExchange(Exchange):
             check_flags(self.label, **flags)
             self.flat(tree, needs_values=needs_values)
             leaves = named_leaves(tree)
+            under = "a name of module.named_parameters() or named_buffers()"
             problems = []
             for name, leaf in leaves.items():
                 is_tensor = isinstance(leaf, torch.Tensor | fs.Sharded)
                 if not is_tensor or tensor_of(leaf).layout != torch.strided:
                     problems.append(Problem(name, describe(leaf), "a strided tensor"))
-            if self._has_module:
-                problems += self._misplaced_leaves(leaves)
+                expected = self.first.get(name, "a parameter or a buffer of the module")
+                if expected == name and name not in self.saved and name not in self.unsaved:
+                    expected = f"one that module.state_dict() has under {under}"
+                if self._has_module and expected != name:
+                    problems.append(Problem(name, "a leaf", expected))
             refuse(f"{self.label}: leaves do not fit", problems, "pass the parameters and buffers of this module")
         return leaves
-
-    def _misplaced_leaves(self, names: Iterable[str]) -> list[Problem]:
-        """List the leaves that have no place in the module's state dict, with what is expected in their place."""
-        under = "a name of module.named_parameters() or named_buffers()"
-        problems = []
-        for name in names:
-            expected = self.first.get(name, "a parameter or a buffer of the module")
-            if expected == name and name not in self.saved and name not in self.unsaved:
-                expected = f"one that module.state_dict() has under {under}"
-            if expected != name:
-                problems.append(Problem(name, "a leaf", expected))
-        return problems
 
     def gather(self, leaves: Mapping[Any, Any], rank0_only: bool) -> dict[Any, torch.Tensor]:
         """Gather leaves one by one into storage of their own, which no later step writes to and no other tensor has."""

@@ -1,7 +1,7 @@
 """The state of torch.optim's optimizers, to and from states that `fs.from_torch` made."""
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from fshard.extend import (
     check_arguments,
     describe,
     expect,
-    flatten,
     refuse,
 )
 
@@ -182,10 +181,11 @@ def describe_optimizer(
     names = list_parameter_names(exchange, optimizer)
     slots = collect_slots(exchange, opt_state)
     exchange.find_holders(slots, {})
-    unknown = sorted(set(map(parameter_of, slots)).difference(names))
+    owners = set(map(parameter_of, slots))
+    unknown = sorted(owners.difference(names))
     problems = [Problem(name, "has state, but is no parameter of the torch optimizer") for name in unknown]
     refuse(f"{exchange.label}: states do not fit", problems, "pass the optimizer of all that was trained")
-    _check_class(exchange.label, slots, optimizer)
+    _check_class(exchange, slots, optimizer, owners or names)
     groups = optimizer.state_dict()["param_groups"]
     groups_of_states = _list_groups(exchange, opt_state, names)
     for group in groups:
@@ -194,7 +194,9 @@ def describe_optimizer(
     return slots, groups, names
 
 
-def _check_class(label: str, slots: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
+def _check_class(
+    exchange: ModuleExchange, slots: Iterable[str], optimizer: torch.optim.Optimizer, owners: Container[str]
+) -> None:
     """Refuse state of another class of torch.optim than that of an optimizer, or of other options."""
     cls = type(optimizer)
     # The arguments of another's class may have other names in its groups.
@@ -204,12 +206,12 @@ def _check_class(label: str, slots: Iterable[str], optimizer: torch.optim.Optimi
     for group in optimizer.param_groups:
         arguments = inspect.signature(cls).parameters.keys() & group.keys() - {"params", "capturable"}
         tx = fs.from_torch(cls, **{name: group[name] for name in arguments})
-        dims = {parameter.dim() for parameter in group["params"]}
+        dims = {tensor.dim() for tensor in group["params"] if exchange.by_tensor[id(tensor)] in owners}
         expected |= tx.init([torch.zeros((1,) * dim, device="cpu") for dim in dims]).slots.keys()
     names = {key.partition(".")[0] for key in slots}
     text = f"a state with {sorted(expected)}, which this {cls.__name__} keeps"
     remedy = "pass an optimizer of the class and options that the state was made with"
-    expect(names == expected, label, text, f"{sorted(names)}", remedy)
+    expect(names == expected, exchange.label, text, f"{sorted(names)}", remedy)
 
 
 def collect_slots(exchange: ModuleExchange, opt_state: Any) -> dict[str, Any]:
@@ -218,13 +220,11 @@ def collect_slots(exchange: ModuleExchange, opt_state: Any) -> dict[str, Any]:
     Raises:
         ValueError: if it has state besides that torch's optimizers do not have.
     """
-
-    def describe_misfit(leaf: Any) -> str | None:
-        return None if leaf is None else f"is {describe(leaf)}, which is not of the state of fs.from_torch"
-
-    rest = flatten(TorchState.each(lambda state: None, opt_state))
+    problems = []
+    for name, leaf in named_leaves(TorchState.each(lambda state: None, opt_state)).items():
+        problems.append(Problem(name, f"is {describe(leaf)}, which is not of the state of fs.from_torch"))
     remedy = "save it by fs.checkpoint.save, or pass the part that fs.from_torch made"
-    refuse(f"{exchange.label}: torch's optimizers have no such state", rest.problems(describe_misfit), remedy)
+    refuse(f"{exchange.label}: torch's optimizers have no such state", problems, remedy)
     slots: dict[str, Any] = {}
     for state in list_states(opt_state):
         slots |= named_leaves(state.slots)

@@ -203,7 +203,7 @@ def test_ranks_that_would_write_other_files_are_refused(tmp_path):
     for other in (dict(max_file_bytes=1), dict(names="other.{}".format), dict(dtype=torch.bfloat16)):
         text = refusal(lambda mesh, other=other: save_huggingface(tmp_path / "out", FULL, **other if my_rank() else {}))
         assert "checkpoint.save_huggingface: ranks hold different leaves" in text
-        assert "a: torch.float64[5, 3] as on the rank at" in text
+        assert re.search(r"a: expected (torch.float64\[5, 3\]|nothing) as on the rank at", text)
     assert not (tmp_path / "out").exists()
 
 
