@@ -158,10 +158,10 @@ def load_dcp(
             metadata = path / dcp_files.METADATA
             raise CheckpointError(f"{metadata} is pickled, and reading it can run code of its author; {remedy}")
         entries, values = dcp_files.read_contents(path)
-    prefix = _prefix(optimizer_key)
+    prefix = f"{optimizer_key}.".lstrip(".")
     others = {key: entry for key, entry in entries.items() if not key.startswith(f"{prefix}state.")}
     leaves = _model_leaves(exchange, like, needs_values=False)
-    weights = _entries_under(_prefix(model_key), others, leaves, exchange.label, "model_key")
+    weights = _entries_under(f"{model_key}.".lstrip("."), others, leaves, exchange.label, "model_key")
     filled = exchange.fill(weights, leaves)
     if not hasattr(like, "opt_state"):
         return exchange.with_leaves(like, filled)
@@ -215,16 +215,14 @@ def _model_leaves(exchange: ModuleExchange, state: Any, *, needs_values: bool) -
     return leaves
 
 
-def _prefix(key: str) -> str:
-    """Return what the names of entries under a key begin with."""
-    return f"{key}." if key else ""
-
-
 def _entries_under(
     prefix: str, entries: Mapping[str, Entry], names: Iterable[str], label: str, argument: str
 ) -> dict[str, Entry]:
     """Take the entries under a prefix. If there are none, say where else the checkpoint has one of these names."""
-    taken = {name.removeprefix(prefix): entry for name, entry in entries.items() if name.startswith(prefix)}
+    taken = {}
+    for name, entry in entries.items():
+        if name.startswith(prefix):
+            taken[name.removeprefix(prefix)] = entry
     name = name_of_fsdp2(min(names, default=""))
     places = [other for other in sorted(entries) if f".{other}".endswith(f".{name}")]
     expected = f"{prefix}{name} in the checkpoint"

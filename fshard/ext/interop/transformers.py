@@ -206,5 +206,6 @@ def to_files(exchange: ModuleExchange, leaves: Leaves, module: nn.Module, full: 
             # A meta tensor has no memory to compare, so transformers asks the module itself which weights are tied.
             state[name] = torch.empty_like(tensor, device="meta")
     untied = _compat.drop_tied_weights(state, module)
-    sources = {name: plan_leaf(leaves, exchange.first[name], full) for name in untied}
-    return _compat.revert_conversions(module, sources)
+    for name in untied:
+        untied[name] = plan_leaf(leaves, exchange.first[name], full)
+    return _compat.revert_conversions(module, untied)
