@@ -76,11 +76,9 @@ def global_norm(
     >>> global_norm({"w": torch.tensor([3.0]), "b": torch.tensor([4.0]), "frozen": None})
     tensor(5.)
     """
-    order = find_norm_order("global_norm", p, reduction_order)
-    leaves, paths = _check_leaves("global_norm", tree)
+    leaves, powers = _sum_powers("global_norm", tree, p, reduction_order)
     if not leaves:
         return torch.zeros(())
-    powers = torch.stack(_sum_powers(leaves, paths, p, order))
     # The norm of complex numbers is real.
     dtypes = {leaf.dtype.to_real() for leaf in leaves}
     dtype = reduce(torch.promote_types, dtypes, torch.float32)
@@ -125,11 +123,8 @@ def leaf_norms(
 
 def stack_norms(tree: Any, p: float, reduction_order: str | None) -> torch.Tensor:
     """Compute the norms of `leaf_norms` as one vector in float64, without the leaves that are None."""
-    order = find_norm_order("leaf_norms", p, reduction_order)
-    leaves, paths = _check_leaves("leaf_norms", tree)
-    if not leaves:
-        return torch.zeros(0)
-    return _take_root(torch.stack(_sum_powers(leaves, paths, p, order, by_leaf=True)), p)
+    _, powers = _sum_powers("leaf_norms", tree, p, reduction_order, by_leaf=True)
+    return _take_root(powers, p)
 
 
 def leaf_means(tree: Any, dim: int, reduction_order: str | None = None) -> Any:
@@ -187,35 +182,38 @@ def _axes_along(leaf: Any, dim: int | None) -> Axes:
     return tuple([axis for axis in axes if leaf.spec.dim_of(axis) == leaf.local.dim() + dim])
 
 
-def _check_leaves(api_name: str, tree: Any) -> tuple[list[Any], Sequence[str]]:
-    """Refuse leaves that are not tensors of this mesh, and return those that are not None, and the paths of all."""
+def _sum_powers(
+    api_name: str,
+    tree: Any,
+    p: float,
+    reduction_order: str | None,
+    *,
+    by_leaf: bool = False,
+) -> tuple[list[Any], torch.Tensor]:
+    """Sum p-th powers of elements over ranks, or find the largest: of each leaf, or of leaves that are split alike.
+
+    Returns:
+        The leaves that are not None, and a vector of the sums.
+    """
+    order = find_norm_order(api_name, p, reduction_order)
     flat = flatten(tree)
     check_tensors(api_name, flat)
     check_local(api_name, flat)
-    return [leaf for leaf in flat.leaves if leaf is not None], flat.paths
-
-
-def _sum_powers(
-    leaves: Sequence[Any],
-    paths: Sequence[str],
-    p: float,
-    order: ReductionOrder,
-    *,
-    by_leaf: bool = False,
-) -> list[torch.Tensor]:
-    """Sum p-th powers of elements over ranks, or find the largest: of each leaf, or of leaves that are split alike."""
+    leaves = [leaf for leaf in flat.leaves if leaf is not None]
+    if not leaves:
+        return leaves, torch.zeros(0)
     # Numbers of other leaves have the same shape, so the messages have to say whose they are.
-    described = [f"norm p={float(p)}", *paths]
+    described = [f"norm p={float(p)}", *flat.paths]
     with annotate_collectives((), described):
         if order.keeps_bits and not math.isinf(p):
-            return element_sums(leaves, squares=True)
+            return leaves, torch.stack(element_sums(leaves, squares=True))
         if by_leaf:
             groups = [[i] for i in range(len(leaves))]
         else:
             groups = list(grouped(leaves, partition_axes).values())
         values = [sum_powers([elements_of(leaves[i]) for i in group], p) for group in groups]
         axes = [partition_axes(leaves[group[0]]) for group in groups]
-        return _reduce(values, axes, largest=math.isinf(p))
+        return leaves, torch.stack(_reduce(values, axes, largest=math.isinf(p)))
 
 
 def _take_root(power: torch.Tensor, p: float) -> torch.Tensor:
@@ -292,11 +290,9 @@ def _refuse_derivatives(tensors: Sequence[torch.Tensor]) -> None:
 
 def _find_bound(tensor: torch.Tensor, dim: int | None, squares: bool) -> torch.Tensor:
     """Find the largest term along a dim, or along all of them."""
-    dims = tuple(range(tensor.dim())) if dim is None else (dim,)
-    if any(tensor.shape[each] == 0 for each in dims):
-        bound = tensor.sum(dims).double()
-    else:
-        bound = torch.maximum(tensor.amax(dims), -tensor.amin(dims)).double()
+    # Torch has no largest one of no elements.
+    largest = torch.linalg.vector_norm(tensor, math.inf, dim) if tensor.numel() else tensor.sum(dim)
+    bound = largest.double()
     return bound * bound if squares else bound
 
 
