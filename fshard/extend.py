@@ -27,6 +27,7 @@
 - `count_updates`: new counts of the updates of each leaf, one more if it has a gradient.
 - `custom_call`: a differentiable function that communicates in its forward and its backward.
 - `define_operator`: defines an operator of graphs by its schema, with its result for tensors without values.
+- `differentiate`: differentiates what was computed on a tape, so that every rank runs the transposes in one order.
 - `describe`: says what a value is, for an error.
 - `describe_state`: the tensors of a state by path, and a manifest of it without chunks.
 - `device_of`: the device of this rank's tensor of a leaf, or the one that it would be on.
@@ -293,7 +294,7 @@ from fshard.update import run_update
 if TYPE_CHECKING:
     from fshard.ext.jit.graph import StepGraph, find_lifetimes
     from fshard.ext.optim.block_sums import BITS, sum_digits, sum_powers
-    from fshard.ext.parallel.custom_call import custom_call
+    from fshard.ext.parallel.custom_call import custom_call, differentiate
     from fshard.ext.plan.plan import fake_axes, lay_out_call
     from fshard.ext.plan.report import Rates, check_rates
     from fshard.ext.plan.timeline import estimate_operator
@@ -358,6 +359,7 @@ __all__ = [
     "describe",
     "describe_state",
     "device_of",
+    "differentiate",
     "drawing",
     "estimate_operator",
     "expect",

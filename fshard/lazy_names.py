@@ -48,7 +48,7 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard.checkpoint.manager", "memory.generations"): "open_memory",
         ("fshard.extend", "jit.graph"): "StepGraph find_lifetimes",
         ("fshard.extend", "optim.block_sums"): "BITS sum_digits sum_powers",
-        ("fshard.extend", "parallel.custom_call"): "custom_call",
+        ("fshard.extend", "parallel.custom_call"): "custom_call differentiate",
         ("fshard.extend", "plan.plan"): "fake_axes lay_out_call",
         ("fshard.extend", "plan.report"): "Rates check_rates",
         ("fshard.extend", "plan.timeline"): "estimate_operator",

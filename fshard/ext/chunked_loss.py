@@ -9,7 +9,16 @@ from torch.autograd import Function
 
 import fshard as fs
 from fshard.ext import _compat
-from fshard.extend import any_dual, describe, expect, record_on_tape, without_saved_tensor_hooks
+from fshard.extend import (
+    NUMBER,
+    any_dual,
+    check_arguments,
+    describe,
+    differentiate,
+    expect,
+    record_on_tape,
+    without_saved_tensor_hooks,
+)
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -110,8 +119,7 @@ def _check(
         expect(isinstance(tensor, torch.Tensor), api_name, f"{name} to be a tensor", describe(tensor))
     shape = (*targets.shape, full_head[0].shape[-1])
     expect(h.shape == shape, api_name, f"h of shape {shape}, by targets and head", describe(h))
-    is_positive = type(chunks) is int and chunks > 0
-    expect(is_positive, api_name, "chunks to be a positive number", f"{chunks!r:.40}")
+    check_arguments(api_name, NUMBER, chunks=chunks)
 
 
 class _ChunkedLoss(Function):
@@ -138,7 +146,7 @@ class _ChunkedLoss(Function):
             inputs = [rows, *leaves]
             if not pairs:
                 ctx.variance = _find_variance(total, [*inputs, *tape.tokens[:1]])
-            grad_of_rows, *grads = _differentiate(total, inputs, tape.tokens)
+            grad_of_rows, *grads = differentiate(total, torch.ones_like(total), inputs, tape.tokens)
             grads_of_rows.append(grad_of_rows)
             pairs.append((total.detach(), count))
             for i, grad in enumerate(grads):
@@ -164,26 +172,6 @@ class _ChunkedLoss(Function):
             # In place: nothing else uses these gradients, and a copy of the head's would be as large as the head.
             scaled.append(None if grad is None else grad.mul_(scale).to(dtype))
         return None, None, None, *scaled
-
-
-def _differentiate(
-    total: torch.Tensor,
-    inputs: Sequence[torch.Tensor],
-    tokens: Sequence[torch.Tensor],
-) -> list[torch.Tensor | None]:
-    """Compute the gradient of a chunk's loss for each input, or None where the input requires none.
-
-    Args:
-        total: The loss.
-        inputs: The inputs.
-        tokens: The tokens of the tape of the collectives that the loss has called. The first is an input and the others
-            are results, so that all ranks run the transposes in the same order.
-    """
-    sources = [tensor for tensor in (*inputs, *tokens[:1]) if tensor.requires_grad]
-    ends = [total, *tokens[1:]]
-    starts = [torch.ones_like(total), *map(torch.zeros_like, tokens[1:])]
-    grads = iter(torch.autograd.grad(ends, sources, starts))
-    return [next(grads) if tensor.requires_grad else None for tensor in inputs]
 
 
 def _sum_pairs(pairs: Sequence[Pair]) -> Pair:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -27,31 +27,27 @@ class _Quantize(FullyShard):
     gathers: bool
     scatters: bool
 
+    def is_lossy(self, tensor: torch.Tensor) -> bool:
+        """Whether a leaf of this dtype is sent as codes."""
+        return self.axis.size > 1 and tensor.is_floating_point() and tensor.element_size() > 1
+
     def start_rows(self, shards: Tensors, specs: Specs) -> Finish:
-        if self.axis.size == 1 or not self.gathers:
-            return super().start_rows(shards, specs)
         codes = {}
         for i, shard in enumerate(shards):
-            if _is_lossy(shard):
+            if self.gathers and self.is_lossy(shard):
                 # [*shape] -> [1, *shape] -> [1, bytes] -> [bytes]
                 codes[i] = encode(shard.unsqueeze(0), specs[i], self.block)[0]
 
-        def read(
-            received: torch.Tensor,
-            shard: torch.Tensor,
-            spec: fs.Spec,
-        ) -> torch.Tensor:
+        def read(received: torch.Tensor, shard: torch.Tensor, spec: fs.Spec) -> torch.Tensor:
             return decode(received, shard.shape, shard.dtype, spec, self.block)
 
         start_codes = partial(fs.comm.start_all_gather, axis=self.axis, label="gather")
         return _start_both(super().start_rows, start_codes, shards, specs, codes, read)
 
     def start_sums(self, stacks: Tensors, specs: Specs) -> Finish:
-        if self.axis.size == 1 or not self.scatters:
-            return super().start_sums(stacks, specs)
         codes = {}
         for i, stack in enumerate(stacks):
-            if _is_lossy(stack):
+            if self.scatters and self.is_lossy(stack):
                 codes[i] = encode(stack, specs[i], self.block)
         return self.start_sums_of(stacks, specs, codes)
 
@@ -69,17 +65,10 @@ class _Quantize(FullyShard):
 
         return _start_both(super().start_sums, start_codes, stacks, specs, codes, self._sum)
 
-    def _sum(
-        self,
-        codes: torch.Tensor,
-        stack: torch.Tensor,
-        spec: fs.Spec,
-    ) -> torch.Tensor:
+    def _sum(self, codes: torch.Tensor, stack: torch.Tensor, spec: fs.Spec) -> torch.Tensor:
         """Add up the codes of all ranks, in rank order."""
-        total, *others = decode(codes, stack.shape[1:], stack.dtype, spec, self.block)
-        for other in others:
-            total = total + other
-        return total
+        rows = decode(codes, stack.shape[1:], stack.dtype, spec, self.block)
+        return reduce(torch.add, rows.unbind())
 
 
 def _start_both(
@@ -119,7 +108,7 @@ class _QuantizeWithFeedback(_Quantize):
     """Keeps the error of rounding as state, in the shape of the stacks, and adds it to the next gradient."""
 
     def init(self, grad: torch.Tensor) -> Any:
-        if self.axis.size == 1 or not _is_lossy(grad):
+        if not self.is_lossy(grad):
             return None
         # A leaf may be too small to be split, depending on what other stages have split, which is not known here. The
         # state of such a leaf stays zero.
@@ -157,10 +146,6 @@ class _QuantizeWithFeedback(_Quantize):
 
         finish = self.start_scatter_with(start_sums, grads, specs)
         return lambda: (finish(), new_states)
-
-
-def _is_lossy(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.element_size() > 1
 
 
 def encode(rows: torch.Tensor, spec: fs.Spec, block: int) -> torch.Tensor:
@@ -202,8 +187,8 @@ def decode(
     block: int,
 ) -> torch.Tensor:
     """Turn bytes back into values of a shape for each row. A block with a value that was not finite is NaN."""
-    batch_dims = len(shape) - len(spec.storage_shape)
-    inner_shape = torch.Size(shape[: len(shape) - batch_dims])
+    num_dims = len(spec.storage_shape)
+    inner_shape = torch.Size(shape[:num_dims])
     size = inner_shape.numel()
     if not size:
         return torch.empty((len(rows), *shape), dtype=dtype, device=rows.device)
@@ -223,7 +208,7 @@ def decode(
     values = (blocks * scales.unsqueeze(-1)).to(dtype)
     # -> [rows * batch, elements]
     values = values.reshape(len(parts), -1)[:, :size]
-    if not batch_dims:
+    if len(shape) == num_dims:
         # -> [rows, *shape]
         return values.reshape(len(rows), *shape)
     # -> [rows, batch, *inner_shape] -> [rows, *inner_shape, batch] -> [rows, *shape]

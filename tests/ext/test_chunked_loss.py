@@ -106,7 +106,7 @@ TRAINED = torch.ones((), requires_grad=True)
     ("change", "text"),
     (
         ({"h": X[0, :, :2]}, "h of shape (12, 6), by targets and head, got a float64 Tensor of shape (12, 2)"),
-        ({"chunks": 0}, "chunks to be a positive number, got 0"),
+        ({"chunks": 0}, "chunks to be a whole number from 1, got 0"),
         (
             {"loss": lambda logits, y: ((logits * TRAINED).sum(), y.numel())},
             "loss to compute with logits and targets, got a closure's tensor that requires a gradient; detach it",

@@ -16,7 +16,7 @@ from fshard.ext.optim.leaves import (
     stack_counts,
     take_with_gradient,
 )
-from fshard.ext.optim.native import check_rates
+from fshard.ext.optim.native import check_pair, check_rates
 from fshard.ext.optim.norms import leaf_means, stack_norms
 from fshard.ext.optim.parts import Number, Rate, read_rate
 from fshard.extend import (
@@ -24,7 +24,6 @@ from fshard.extend import (
     Range,
     check_numbers,
     count_updates,
-    expect,
     find_order,
     flatten,
     leaves_of,
@@ -196,11 +195,12 @@ def adafactor(
     >>> new["w"][0], [tuple(leaf.shape) for leaf in fs.tree_leaves(state)]  # a row and a column
     (tensor([0.9000, 0.9000, 0.9000]), [(), (2, 1), (1, 3), ()])
     """
-    check_rates("adafactor", lr, weight_decay=weight_decay)
+    check_pair("adafactor", "eps", eps)
+    least_square, least_size = eps
+    bounds = {"eps[0]": least_square or 0.0, "eps[1]": least_size}
+    check_rates("adafactor", lr, weight_decay=weight_decay, **bounds)
     check_numbers("adafactor", AT_LEAST_ONE, d=d)
     check_numbers("adafactor", NOT_POSITIVE, beta2_decay=beta2_decay)
-    _check_eps(eps)
-    least_square, least_size = eps
     scaling = scale_by_factored_rms(beta2_decay, least_square, reduction_order=reduction_order)
 
     def update(grads: Any, state: AdafactorState, params: Any) -> tuple[Any, Any]:
@@ -223,12 +223,3 @@ def adafactor(
         return params, new_state
 
     return fs.Optimizer(scaling.init, update)
-
-
-def _check_eps(eps: Any) -> None:
-    is_pair = isinstance(eps, list | tuple) and len(eps) == 2
-    expect(is_pair, "adafactor", "eps to be two numbers", f"{eps!r:.40}")
-    least_square, least_size = eps
-    if least_square is not None:
-        check_numbers("adafactor", NOT_NEGATIVE, **{"eps[0]": least_square})
-    check_numbers("adafactor", NOT_NEGATIVE, **{"eps[1]": least_size})

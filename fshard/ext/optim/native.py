@@ -49,12 +49,17 @@ def check_rates(api_name: str, lr: Rate, betas: Any = (0.0, 0.0), **numbers: Num
     Raises:
         ValueError: with the name and the value of the first one that is out of range.
     """
-    is_pair = isinstance(betas, Sequence) and len(betas) == 2
-    expect(is_pair, api_name, "betas to be two numbers", f"{betas!r:.40}")
+    check_pair(api_name, "betas", betas)
     check_numbers(api_name, FRACTION, **{f"betas[{i}]": beta for i, beta in enumerate(betas)})
     if not callable(lr):
         numbers = {"lr": lr} | numbers
     check_numbers(api_name, NOT_NEGATIVE, **numbers)
+
+
+def check_pair(api_name: str, name: str, pair: Any) -> None:
+    """Refuse an argument that is not a sequence of two."""
+    is_pair = isinstance(pair, Sequence) and len(pair) == 2
+    expect(is_pair, api_name, f"{name} to be two numbers", f"{pair!r:.40}")
 
 
 def clip_by_global_norm(

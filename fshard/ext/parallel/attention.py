@@ -101,11 +101,13 @@ def ring_attention(
     expected = "an even size of dim 2, the time, whose halves are the chunks in 'zigzag' order"
     expect(is_cut, api_name, expected, str(time), "cut by fs.ring_positions")
     ring = _Ring(axis, is_causal, is_zigzag and axis.size > 1, scale)
+    # Ranks compare it. Messages of other shapes would have other sizes.
+    options = f"is_causal={is_causal}, order={order!r}, scale={scale:.6g}"
     (out,) = custom_call(
         ring.forward,
         ring.backward,
         [q, k, v],
-        f"{api_name}(is_causal={is_causal}, order={order!r}, scale={scale:.6g})",
+        f"{api_name}({options}) of {q.dtype} {tuple(q.shape)} and {tuple(v.shape)}",
         axis,
         plain=ring.run_plain,
         remedy="take second derivatives by torch.func",
@@ -259,12 +261,9 @@ class _Ring(NamedTuple):
         send[(rank + 1) % size] = 1
         receive = [0] * size
         receive[(rank - 1) % size] = 1
-        shapes = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors)
-        options = f"causal={self.is_causal}, zigzag={self.is_zigzag}, scale={self.scale:.6g}"
-        label = fs.comm.Label("ring_attention", parts=f"{options}, {shapes}")
         # [B, H, T, D] -> [1, B, H, T, D], one row for the next rank
         rows = [tensor.unsqueeze(0) for tensor in tensors]
-        finish = fs.comm.start_all_to_all(rows, send, receive, self.axis, label)
+        finish = fs.comm.start_all_to_all(rows, send, receive, self.axis, "ring_attention")
         return lambda: [row[0] for row in finish()]
 
 

@@ -86,3 +86,29 @@ def custom_call(
     variance = Variance(api_name, (axis,), operand=True, result=True)
     call = partial(_CustomCall.apply, forward, run_backward, variance)
     return run_on_tape(lambda tensors: list(call(*tensors)), tensors, axis)
+
+
+def differentiate(
+    out: torch.Tensor,
+    cotangent: torch.Tensor,
+    inputs: Tensors,
+    tokens: Tensors,
+) -> list[torch.Tensor | None]:
+    """Differentiate a result that was computed on a tape, so that every rank runs the transposes in the same order.
+
+    Args:
+        out: The result.
+        cotangent: Its cotangent.
+        inputs: Tensors that it may have been computed from.
+        tokens: The tokens of the tape. The first one is an input of the graph, and the others are results.
+
+    Returns:
+        A gradient for each input; None for one that requires none, or that nothing was computed from.
+    """
+    results = [token for token in (out, *tokens[1:]) if token.requires_grad]
+    sources = [tensor for tensor in (*inputs, *tokens[:1]) if tensor.requires_grad]
+    if not (results and sources):
+        return [None] * len(inputs)
+    cotangents = [cotangent if result is out else torch.zeros_like(result) for result in results]
+    grads = iter(torch.autograd.grad(results, sources, cotangents, allow_unused=True))
+    return [next(grads) if tensor.requires_grad else None for tensor in inputs]

@@ -5,7 +5,7 @@ GPipe (Huang et al., arXiv:1811.06965) and 1F1B (PipeDream-Flush: Narayanan et a
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 
 import fshard as fs
 from fshard.ext import _compat
-from fshard.ext.parallel.custom_call import custom_call
+from fshard.ext.parallel.custom_call import custom_call, differentiate
 from fshard.extend import (
     NUMBER,
     Range,
@@ -293,12 +293,11 @@ class _PipelineCall:
         """Turn the last stage's output into a part of the loss and, for "weighted", of the count."""
         arguments = self.arguments
         out = arguments.last(params, h, *self.batches[microbatch][1:])
-        is_weighted = arguments.reduce == "weighted"
-        values = list(out) if is_weighted and isinstance(out, tuple) else [out]
+        values = out if isinstance(out, tuple) else (out,)
         are_scalars = all(isinstance(value, torch.Tensor) and not value.dim() for value in values)
-        expected = 'the pair (sum, count) of scalar tensors for reduce="weighted"' if is_weighted else "a scalar tensor"
         fits = are_scalars and len(values) == len(self.dtypes)
-        expect(fits, "pipeline", f"last to return {expected}", describe(out))
+        expected = 'last to return a scalar tensor, or for reduce="weighted" a pair (sum, count) of them'
+        expect(fits, "pipeline", expected, describe(out))
         loss, *counts = (value.to(dtype) for value, dtype in zip(values, self.dtypes, strict=True))
         if arguments.reduce == "mean":
             loss = loss / arguments.microbatches
@@ -360,8 +359,10 @@ class _PipelineCall:
             # In place, because there may be no memory for a copy. Autograd refuses to use them again.
             return [None if grad is None else grad.mul_(cotangents[0]) for grad in grads]
 
-        api_name = f"{arguments.schedule} pipeline of {arguments.microbatches} microbatches"
-        return custom_call(forward, backward, tensors, api_name, arguments.axis, remedy='use schedule="gpipe"')
+        # Ranks compare it. Messages of other shapes would have other sizes.
+        options = f"{arguments.microbatches} microbatches, reduce={arguments.reduce!r}"
+        name = f"1f1b pipeline of {options}, of {self.like.dtype} {tuple(self.like.shape)}"
+        return custom_call(forward, backward, tensors, name, arguments.axis, remedy='use schedule="gpipe"')
 
 
 def _is_floating(leaf: Any) -> bool:
@@ -373,13 +374,12 @@ class _LiveForward(NamedTuple):
 
     Attributes:
         out: The stage's output, or the loss of the last stage.
-        sources: Its inputs that are not leaves: the first token of the tape of the collectives that it called, and
-            behind the first stage the output of the stage before.
-        tokens: The other tokens, which are results.
+        received: The output of the stage before; empty on the first stage.
+        tokens: The tokens of the tape of the collectives that it called.
     """
 
     out: torch.Tensor
-    sources: list[torch.Tensor]
+    received: list[torch.Tensor]
     tokens: list[torch.Tensor]
 
 
@@ -391,13 +391,9 @@ class _Run:
     """
 
     def __init__(self, call: _PipelineCall, differentiates: bool) -> None:
-        arguments = call.arguments
-        like = call.like
-        options = f"{arguments.schedule}, {arguments.microbatches} microbatches, reduce={arguments.reduce!r}"
         self._call = call
         self._differentiates = differentiates
-        self._axis = arguments.axis
-        self._label = fs.comm.Label("pipeline", parts=f"{options}, {like.dtype} {tuple(like.shape)}")
+        self._axis = call.arguments.axis
         # By the microbatch.
         self._live: dict[int, _LiveForward] = {}
         # By the op that takes it, a function that waits for a message.
@@ -453,14 +449,13 @@ class _Run:
             if self._is_last(op):
                 results = call.last(params, results[0], op.microbatch)
         if self._differentiates:
-            sources = tape.tokens[:1]
-            if op.stage:
-                sources.append(h)
-            self._live[op.microbatch] = _LiveForward(results[0], sources, tape.tokens[1:])
+            received = [h] if op.stage else []
+            self._live[op.microbatch] = _LiveForward(results[0], received, tape.tokens)
             if op.microbatch == 0:
+                sources = [*self._trained.values(), *received, *tape.tokens[:1]]
                 expected = "stages that only compute with params and h"
                 remedy = 'pass it in params, or use schedule="gpipe"'
-                _compat.list_graph("pipeline", results[0], [*self._trained.values(), *sources], expected, remedy)
+                _compat.list_graph("pipeline", results[0], sources, expected, remedy)
         return results
 
     def _run_backward(self, op: Op) -> torch.Tensor | None:
@@ -471,15 +466,8 @@ class _Run:
             cotangent = torch.ones_like(live.out)
         else:
             cotangent = self._inbox.pop(op)()
-        inputs = [*self._trained.values(), *live.sources]
-        outputs = [token for token in live.tokens if token.requires_grad]
-        cotangents = list(map(torch.zeros_like, outputs))
-        if live.out.requires_grad:
-            outputs.insert(0, live.out)
-            cotangents.insert(0, cotangent)
-        grads: Sequence[torch.Tensor | None] = [None] * len(inputs)
-        if outputs and inputs:
-            grads = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
+        inputs = [*self._trained.values(), *live.received]
+        grads = differentiate(live.out, cotangent, inputs, live.tokens)
         for i, grad in zip(self._trained, grads, strict=False):
             if grad is None:
                 continue
@@ -512,9 +500,9 @@ class _Run:
         # shape -> [1, *shape], or [0, *shape] on a rank that sends nothing
         rows = row.expand(sum(send), *row.shape)
         # Two ops may wait for the same message.
-        finish = cache(fs.comm.start_all_to_all([rows], send, receive, self._axis, self._label))
+        finish = cache(fs.comm.start_all_to_all([rows], send, receive, self._axis, "pipeline"))
         for row_number, target in enumerate(arriving):
-            self._inbox[target] = partial(_take_row, finish, row_number)
+            self._inbox[target] = lambda row_number=row_number: finish()[0][row_number]
         # It keeps the tensors that are sent until they have arrived.
         self._in_flight.append(finish)
         self._finish_messages(remaining=stages)
@@ -522,8 +510,3 @@ class _Run:
     def _finish_messages(self, remaining: int) -> None:
         while len(self._in_flight) > remaining:
             self._in_flight.popleft()()
-
-
-def _take_row(finish: Callable[[], Tensors], row: int) -> torch.Tensor:
-    """Wait for tensors, and take a row of the first one."""
-    return finish()[0][row]

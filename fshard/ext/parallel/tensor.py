@@ -134,15 +134,11 @@ def tensor_parallel(
 
 def _make_split(module: nn.Module, axis: fs.Axis, dims: Mapping[str, int | None]) -> fs.ShardTransform:
     """Make the transform that splits each parameter along its dim."""
-    names_by_dim: dict[int, list[str]] = {}
-    for name, _ in named_parameters(module):
-        dim = dims[name]
-        if dim is not None:
-            names_by_dim.setdefault(dim, []).append(escape(name))
     split: fs.ShardTransform | None = None
-    for dim, names in names_by_dim.items():
-        along_dim = fs.split_dim(axis, dim=dim)
-        split = fs.masked(along_dim, tuple(names), otherwise=split)
+    for dim in (0, 1):
+        names = tuple(escape(name) for name, _ in named_parameters(module) if dims[name] == dim)
+        if names:
+            split = fs.masked(fs.split_dim(axis, dim=dim), names, otherwise=split)
     return split or fs.compose()
 
 
@@ -194,9 +190,9 @@ class _Layer(NamedTuple):
         """Run a forward with its first input converted."""
         name = next(iter(kwargs), "")
         x: Any = args[0] if args else kwargs.get(name)
-        has_dim = isinstance(x, torch.Tensor) and (self.dim is None or x.dim() > self.dim)
-        dim_text = "" if self.dim is None else f" with a dim {self.dim}"
-        expected = f"the first input of a module of style 'gather' or 'split' to be a tensor{dim_text}"
+        dim = self.dim or 0
+        has_dim = isinstance(x, torch.Tensor) and x.dim() > dim
+        expected = f"the first input of a module of style 'gather' or 'split' to be a tensor with a dim {dim}"
         expect(has_dim, API_NAME, expected, describe(x))
         if args:
             return forward(convert(x), *args[1:], **kwargs)
