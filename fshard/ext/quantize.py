@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import pad
 
 import fshard as fs
-from fshard.extend import FullyShard, check_flags, expect
+from fshard.extend import NUMBER, FullyShard, check_arguments, check_flags
 
 Tensors = Sequence[torch.Tensor]
 Specs = Sequence[fs.Spec]
@@ -270,8 +270,7 @@ def quantize(
     >>> fs.testing.spmd(program, world=2)[0]  # blocks have steps of 1; stored values stay exact
     ([127.0, 1.0, -127.0, 3.0], tensor([ 127.0000,    0.7000, -127.0000,    3.4000]))
     """
-    is_size = type(block) is int and block > 0
-    expect(is_size, "quantize", "block to be a number of elements, 1 or more", repr(block))
+    check_arguments("quantize", NUMBER, block=block)
     check_flags("quantize", gather=gather, scatter=scatter, error_feedback=error_feedback)
     plain = fs.fully_shard(fs.axis_of(mesh), dim=dim, min_shard_elements=min_shard_elements)
     assert isinstance(plain, FullyShard)

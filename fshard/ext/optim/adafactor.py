@@ -8,17 +8,19 @@ import torch
 
 import fshard as fs
 from fshard.ext.optim.leaves import (
+    Number,
+    Rate,
     check_real,
     leafwise,
     make_step,
     map_gradients,
+    read_rate,
     share_out,
     stack_counts,
     take_with_gradient,
 )
 from fshard.ext.optim.native import check_pair, check_rates
 from fshard.ext.optim.norms import leaf_means, stack_norms
-from fshard.ext.optim.parts import Number, Rate, read_rate
 from fshard.extend import (
     NOT_NEGATIVE,
     Range,

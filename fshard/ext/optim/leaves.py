@@ -9,6 +9,7 @@ import torch
 
 import fshard as fs
 from fshard.extend import (
+    call_schedule,
     check_same_splits,
     count_updates,
     describe,
@@ -29,6 +30,14 @@ from fshard.extend import (
 )
 
 Math = Callable[..., tuple[torch.Tensor, ...]]
+Number = float | torch.Tensor
+Mask = str | Sequence[str] | Callable[..., bool]
+Rate = Number | Callable[[torch.Tensor], Number]
+
+
+def read_rate(lr: Rate, count: torch.Tensor) -> Number:
+    """Return the learning rate of an update; that of a schedule by the number of updates made."""
+    return call_schedule(lr, "lr", count) if callable(lr) else lr
 
 
 def elements_of(leaf: Any) -> torch.Tensor:

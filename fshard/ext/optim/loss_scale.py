@@ -9,7 +9,7 @@ import torch
 import fshard as fs
 from fshard.ext.optim.leaves import map_gradients
 from fshard.ext.optim.wrappers import put_counts_beside
-from fshard.extend import Range, check_arguments, check_numbers, run_update, zero
+from fshard.extend import NUMBER, Range, check_arguments, check_numbers, run_update, zero
 
 __all__ = ["dynamic_loss_scale"]
 
@@ -18,7 +18,6 @@ FLOAT32 = torch.finfo(torch.float32)
 SCALE = Range("a number from 1.2e-38 to 3.4e38", lambda number: FLOAT32.tiny <= number <= FLOAT32.max)
 GROWTH = Range("a finite number above 1", lambda number: 1 < number < math.inf)
 BACKOFF = Range("a number above 0 and below 1", lambda number: 0 < number < 1)
-INTERVAL = Range("a whole number, 1 or more", lambda value: type(value) is int and value > 0)
 
 
 class ScaleState(NamedTuple):
@@ -73,7 +72,7 @@ def dynamic_loss_scale(
     check_numbers(api_name, SCALE, init_scale=init_scale)
     check_numbers(api_name, GROWTH, growth_factor=growth_factor)
     check_numbers(api_name, BACKOFF, backoff_factor=backoff_factor)
-    check_arguments(api_name, INTERVAL, growth_interval=growth_interval)
+    check_arguments(api_name, NUMBER, growth_interval=growth_interval)
     skipping = fs.skip_nonfinite(tx)
 
     def init(params: Any) -> ScaleState:

@@ -8,6 +8,9 @@ import torch
 
 import fshard as fs
 from fshard.ext.optim.leaves import (
+    Mask,
+    Number,
+    Rate,
     add_multiple,
     check_real,
     is_set,
@@ -17,10 +20,10 @@ from fshard.ext.optim.leaves import (
     make_stateless,
     make_step,
     map_gradients,
+    read_rate,
     share_out,
 )
 from fshard.ext.optim.norms import find_norm_order, global_norm, stack_norms
-from fshard.ext.optim.parts import Mask, Number, Rate, read_rate
 from fshard.ext.optim.wrappers import masked
 from fshard.extend import (
     FINITE,

@@ -5,10 +5,17 @@ from typing import Any
 import torch
 
 import fshard as fs
-from fshard.ext.optim.leaves import make_stateless, map_gradients, share_out, take_with_gradient
+from fshard.ext.optim.leaves import (
+    Number,
+    Rate,
+    make_stateless,
+    map_gradients,
+    read_rate,
+    share_out,
+    take_with_gradient,
+)
 from fshard.ext.optim.native import check_rates
 from fshard.ext.optim.norms import stack_norms
-from fshard.ext.optim.parts import Number, Rate, read_rate
 from fshard.extend import zero
 
 

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import torch
 
 import fshard as fs
+from fshard.ext.optim.leaves import check_optimizer
 from fshard.extend import (
     FullyShard,
-    describe,
-    expect,
     flatten,
     is_trained,
+    leaves_of,
     local_piece,
+    map_leaves,
     refuse,
     refuse_donated,
     run_update,
@@ -70,8 +71,7 @@ def whole(tx: fs.Optimizer) -> fs.Optimizer:
     >>> fs.testing.spmd(program, world=2)
     [tensor([-0.6000]), tensor([-0.8000])]
     """
-    is_optimizer = isinstance(tx, fs.Optimizer)
-    expect(is_optimizer, "whole", "tx to be an Optimizer, such as fs.from_torch(torch.optim.Muon)", describe(tx))
+    check_optimizer("whole", tx)
     return fs.Optimizer(partial(_init, tx), partial(_update, tx))
 
 
@@ -116,8 +116,7 @@ def _init_leaf(tx: fs.Optimizer, name: str, leaf: Any) -> Any:
         full = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
     else:
         (full,) = fs.unshard([leaf])
-    flat = flatten(tx.init({name: full}))
-    return flat.unflatten([_take_local_piece(value, leaf) for value in flat.leaves])
+    return map_leaves(partial(_take_local_piece, leaf), tx.init({name: full}))
 
 
 def _check_states(flat: Any, states: Sequence[Any]) -> None:
@@ -144,7 +143,7 @@ def _split_axes(tree: Any) -> tuple[fs.Axis, ...]:
     return tuple(axis for axis in axes if axis.size > 1)
 
 
-def _take_local_piece(value: Any, leaf: Any) -> Any:
+def _take_local_piece(leaf: Any, value: Any) -> Any:
     """Cut out this rank's piece of a value in a leaf's state.
 
     A tensor of the leaf's shape is split as the leaf is, and another one along its first dim.
@@ -216,11 +215,9 @@ def _step_at_owners(
 
 def _step_row(tx: fs.Optimizer, row: Row) -> Row:
     """Step a leaf whose pieces have all been joined."""
-    flat = flatten(row)
-    full = flat.unflatten(map(_full, flat.leaves))
+    full = map_leaves(_full, row)
     stepped = run_update("whole", "tx", tx, full.grad, full.state, full.leaf)
-    flat = flatten((row.leaf, row.state))
-    return Row(None, *flat.unflatten(map(_wrap_like, flat.leaves, flatten(stepped).leaves)))
+    return Row(None, *map_leaves(_wrap_like, (row.leaf, row.state), stepped))
 
 
 def _collect_at_owners(
@@ -267,17 +264,22 @@ def _return_to_ranks(
     """
     # For each owner its rows without gradients, as one flat tree.
     flats = [flatten([rows[i]._replace(grad=None) for i in row_numbers]) for row_numbers in owned]
-    local_values = flats[fs.comm.rank(axis)].leaves
-    send_shards, send_numbers = _split_values(local_values, flatten(stepped).leaves, axis)
+    new_values = leaves_of(stepped)
+    # For each tensor its shards for all ranks.
+    shards_of_tensors = []
+    for old, new in zip(flats[fs.comm.rank(axis)].leaves, new_values, strict=True):
+        if isinstance(old, fs.Sharded):
+            shards_of_tensors.append(_split_into_shards(new.local, old, axis))
+    send = [[shards[rank] for shards in shards_of_tensors] for rank in range(axis.size)]
     expected_shards = [tensors_of(flat.sharded) for flat in flats]
-    shards_of_owners = _exchange(send_shards, expected_shards, axis, device)
+    shards_of_owners = _exchange(send, expected_shards, axis, device)
 
     # Optimizers keep step counts on the CPU. They travel with the leaves where only accelerators can send.
     expected_numbers = [_numbers_in(flat.leaves) for flat in flats]
     are_on_cpu = all(number.is_cpu for of_owner in expected_numbers for number in of_owner)
     if are_on_cpu and supports_cpu_messages(axis):
         device = torch.device("cpu")
-    numbers_of_owners = _exchange([send_numbers] * axis.size, expected_numbers, axis, device)
+    numbers_of_owners = _exchange([_numbers_in(new_values)] * axis.size, expected_numbers, axis, device)
 
     returned = list(rows)
     for owner, flat in enumerate(flats):
@@ -287,20 +289,6 @@ def _return_to_ranks(
         for i, row in zip(owned[owner], flat.unflatten(values), strict=True):
             returned[i] = row
     return returned
-
-
-def _split_values(
-    old_values: Sequence[Any],
-    new_values: Sequence[Any],
-    axis: fs.Axis,
-) -> tuple[TensorLists, list[torch.Tensor]]:
-    """List the shards of stepped rows for each rank, and their numbers for all, given the values before the step."""
-    shards_of_tensors = []
-    for old, new in zip(old_values, new_values, strict=True):
-        if isinstance(old, fs.Sharded):
-            shards_of_tensors.append(_split_into_shards(new.local, old, axis))
-    shards_for_ranks = [[shards[rank] for shards in shards_of_tensors] for rank in range(axis.size)]
-    return shards_for_ranks, _numbers_in(new_values)
 
 
 def _take_next(old: Any, shards: Iterator[torch.Tensor], numbers: Iterator[torch.Tensor]) -> Any:

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fshard as fs
-from fshard.ext.optim.leaves import check_optimizer, elements_of, leafwise
-from fshard.ext.optim.parts import Mask
+from fshard.ext.optim.leaves import Mask, check_optimizer, elements_of, leafwise
 from fshard.extend import (
     MASK,
     Range,

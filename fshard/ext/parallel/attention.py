@@ -343,13 +343,7 @@ def ulysses(attention: Callable[..., torch.Tensor], axis: fs.Axis) -> Callable[.
     check_axis("ulysses", axis)
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        tensors = {"q": q, "k": k, "v": v}
-        _check_four_dims("ulysses", tensors)
-        for name, tensor in tensors.items():
-            heads = tensor.shape[1]
-            expected = f"heads of {name}, its dim 1, to be a multiple of {axis.size}, the ranks of {axis.name!r}"
-            remedy = "repeat or pad heads, or use fs.ring_attention"
-            expect(heads % axis.size == 0, "ulysses", expected, str(heads), remedy)
+        _check_four_dims("ulysses", {"q": q, "k": k, "v": v})
         # [B, H, T, D] -> [B, H / ranks, T * ranks, D]
         whole_sequences = fs.all_to_all((q, k, v), axis, split_dim=1, concat_dim=2)
         out = attention(*whole_sequences, **keywords)

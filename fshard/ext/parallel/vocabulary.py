@@ -3,7 +3,6 @@
 Follows Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3: no rank holds a full row of logits.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +62,9 @@ def vocab_parallel_embedding(
     """
     api_name = "vocab_parallel_embedding"
     check_axis(api_name, axis)
-    with calling(api_name, lambda: [axis], begins=False), _compare_vocabularies(vocab_size):
+    # If ranks passed different sizes, a padded piece could fit both of them, and padding of one rank would count.
+    compared = [f"vocab_size={vocab_size!r:.40}"]
+    with calling(api_name, lambda: [axis], begins=False), annotate_collectives((), compared):
         _check_ids(api_name, "ids", ids)
         _check_weight(api_name, weight)
         piece = _locate_piece(api_name, len(weight), ids.device, axis, vocab_size)
@@ -126,7 +127,9 @@ def vocab_parallel_cross_entropy(
     """
     api_name = "vocab_parallel_cross_entropy"
     check_axis(api_name, axis)
-    with calling(api_name, lambda: [axis], begins=False), _compare_vocabularies(vocab_size):
+    # If ranks passed different sizes, a padded piece could fit both of them, and padding of one rank would count.
+    compared = [f"vocab_size={vocab_size!r:.40}"]
+    with calling(api_name, lambda: [axis], begins=False), annotate_collectives((), compared):
         _check_ids(api_name, "targets", targets)
         if weight is not None:
             _check_weight(api_name, weight)
@@ -165,16 +168,6 @@ class _Piece(NamedTuple):
     start: int | torch.Tensor
     rows: int
     vocabulary: int | torch.Tensor
-
-
-def _compare_vocabularies(vocab_size: Any) -> AbstractContextManager[None]:
-    """Compare the size of the vocabulary between ranks, by the collectives inside a context.
-
-    If ranks passed different sizes, a padded piece could fit both of them, and padding of one rank would count.
-    """
-    if vocab_size is None:
-        return nullcontext()
-    return annotate_collectives((), [f"vocabulary of {vocab_size!r:.40}"])
 
 
 def _locate_piece(

@@ -77,7 +77,7 @@ REFUSED = (
         {"reduction_order": "all"},
         "scale_by_factored_rms: expected reduction_order to be \"tree\" or None, got 'all'",
     ),
-    (fs.whole, {"tx": torch.optim.Muon}, "whole: expected tx to be an Optimizer, such as fs.from_torch("),
+    (fs.whole, {"tx": torch.optim.Muon}, "whole: expected tx to be an Optimizer, such as fs.from_torch, got"),
 )
 
 

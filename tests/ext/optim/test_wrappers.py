@@ -122,7 +122,7 @@ def test_loss_scale_is_that_of_torch(case, dtype):
     assert all(state.inner.skipped.item() == FINITE.count(False) for _, state in ours.values())
 
 
-SCALE, INTERVAL = "init_scale to be a number from 1.2e-38 to 3.4e38", "growth_interval to be a whole number, 1 or more"
+SCALE, INTERVAL = "init_scale to be a number from 1.2e-38 to 3.4e38", "growth_interval to be a whole number from 1"
 OUT_OF_RANGE = (
     ({"init_scale": 1e39}, SCALE),
     ({"init_scale": 1e-39}, SCALE),
