@@ -23,19 +23,17 @@ from fshard.ext.optim.leaves import (
     read_rate,
     share_out,
 )
-from fshard.ext.optim.norms import find_norm_order, global_norm, stack_norms
+from fshard.ext.optim.norms import find_norm_order, global_norm, stack_norms, take_root
 from fshard.ext.optim.wrappers import masked
 from fshard.extend import (
     FINITE,
     FRACTION,
     NOT_NEGATIVE,
-    any_dual,
     check_floating,
     check_numbers,
     expect,
     flatten,
     refuse_donated,
-    transforms_active,
     zero,
 )
 
@@ -226,7 +224,7 @@ def scale_by_adam(
         mean = add_multiple(mean * beta1, grad, 1 - beta1)
         square = torch.addcmul(square * beta2, grad, grad * (1 - beta2))
         # In float16, eps would be 0. A variable would keep the root in memory.
-        return mean / (_take_root(square).to(scaled_eps.dtype) + scaled_eps) * gain, mean, square
+        return mean / (take_root(square, 2.0).to(scaled_eps.dtype) + scaled_eps) * gain, mean, square
 
     def correct_biases(counts: torch.Tensor) -> Any:
         """Compute the factor of each leaf's mean, and the eps of its root, both times the correction of the root."""
@@ -237,14 +235,6 @@ def scale_by_adam(
         return roots / mean_biases, roots * eps
 
     return make_stateful(AdamState, scale, (*betas, eps), partial(check_real, "scale_by_adam"), correct_biases)
-
-
-def _take_root(square: torch.Tensor) -> torch.Tensor:
-    """Take the root of squares. At zero, it has a derivative of zero instead of none."""
-    if not (transforms_active() or square.requires_grad or any_dual([square])):
-        return square.sqrt()
-    is_zero = square == 0
-    return square.masked_fill(is_zero, 1).sqrt().masked_fill(is_zero, 0)
 
 
 def add_decayed_weights(

@@ -33,6 +33,7 @@ from fshard.extend import (
     partition_axes,
     sum_over,
     tensor_of,
+    transforms_active,
 )
 
 Axes = tuple[fs.Axis, ...]
@@ -83,7 +84,7 @@ def global_norm(
     dtypes = {leaf.dtype.to_real() for leaf in leaves}
     dtype = reduce(torch.promote_types, dtypes, torch.float32)
     power = powers.amax() if math.isinf(p) else powers.sum()
-    return _take_root(power, p).to(dtype)
+    return take_root(power, p).to(dtype)
 
 
 def leaf_norms(
@@ -124,7 +125,7 @@ def leaf_norms(
 def stack_norms(tree: Any, p: float, reduction_order: str | None) -> torch.Tensor:
     """Compute the norms of `leaf_norms` as one vector in float64, without the leaves that are None."""
     _, powers = _sum_powers("leaf_norms", tree, p, reduction_order, by_leaf=True)
-    return _take_root(powers, p)
+    return take_root(powers, p)
 
 
 def leaf_means(tree: Any, dim: int, reduction_order: str | None = None) -> Any:
@@ -216,13 +217,15 @@ def _sum_powers(
         return leaves, torch.stack(_reduce(values, axes, largest=math.isinf(p)))
 
 
-def _take_root(power: torch.Tensor, p: float) -> torch.Tensor:
+def take_root(power: torch.Tensor, p: float) -> torch.Tensor:
+    """Take the root of sums of p-th powers. At zero, it has a derivative of zero instead of none."""
     if math.isinf(p):
         return power
-    # The root of zero has no finite derivative.
+    if not (transforms_active() or power.requires_grad or any_dual([power])):
+        return power ** (1 / p)
     is_zero = power == 0
-    above_zero = torch.where(is_zero, 1.0, power)
-    return torch.where(is_zero, 0.0, above_zero ** (1 / p))
+    root = power.masked_fill(is_zero, 1) ** (1 / p)
+    return root.masked_fill(is_zero, 0)
 
 
 def _reduce(

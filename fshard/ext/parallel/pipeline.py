@@ -348,12 +348,12 @@ class _PipelineCall:
 
         def forward(_: Tensors) -> tuple[Tensors, Gradients]:
             run = _Run(self, differentiates)
-            sums = run.all_ticks()
+            run.all_ticks()
             grads: Gradients = []
             for i in self.floating:
                 total = run.gradients.get(i)
                 grads.append(None if total is None else total.to(self.leaves[i].dtype))
-            return sums, grads
+            return run.sums, grads
 
         def backward(grads: Gradients, cotangents: Tensors) -> Gradients:
             # In place, because there may be no memory for a copy. Autograd refuses to use them again.
@@ -388,6 +388,7 @@ class _Run:
 
     Attributes:
         gradients: The sum of gradients so far, by the number of the leaf; a leaf may have none.
+        sums: This rank's part of the loss and of the count so far.
     """
 
     def __init__(self, call: _PipelineCall, differentiates: bool) -> None:
@@ -406,38 +407,27 @@ class _Run:
             if differentiates and call.leaves[i].requires_grad:
                 self._leaves[i] = self._trained[i] = call.leaves[i].detach().requires_grad_()
         self.gradients: dict[int, torch.Tensor] = {}
+        self.sums = call.zero_sums()
 
-    def all_ticks(self) -> list[torch.Tensor]:
-        """Run all ticks.
-
-        Returns:
-            This rank's part of the loss and of the count.
-        """
+    def all_ticks(self) -> None:
+        """Run all ticks."""
         call = self._call
-        sums = call.zero_sums()
         ticks = make_ticks(self._axis.size, call.arguments.microbatches, self._differentiates)
         # The tensors of these graphs are used soon, so autograd saves them as they are.
         with torch.set_grad_enabled(self._differentiates), without_saved_tensor_hooks():
             for tick in ticks:
                 op = tick[call.rank]
                 output = None
-                if op is not None and op.is_backward:
-                    output = self._run_backward(op)
-                elif op is not None:
-                    results = self._run_forward(op)
-                    if self._is_last(op):
-                        sums = [total + part.detach() for total, part in zip(sums, results, strict=True)]
-                    else:
-                        output = results[0].detach()
+                if op is not None:
+                    output = self._run_backward(op) if op.is_backward else self._run_forward(op)
                 self._exchange(tick, output)
         self._finish_messages(remaining=0)
-        return sums
 
     def _is_last(self, op: Op) -> bool:
         return op.stage == self._axis.size - 1
 
-    def _run_forward(self, op: Op) -> list[torch.Tensor]:
-        """Run the forward of the stage; return its output, or on the last stage the loss and the count."""
+    def _run_forward(self, op: Op) -> torch.Tensor | None:
+        """Run the forward of the stage; return its output. The last stage adds to the loss and the count instead."""
         call = self._call
         params = call.unflatten(self._leaves)
         with record_on_tape() as tape:
@@ -456,7 +446,11 @@ class _Run:
                 expected = "stages that only compute with params and h"
                 remedy = 'pass it in params, or use schedule="gpipe"'
                 _compat.list_graph("pipeline", results[0], sources, expected, remedy)
-        return results
+        parts = [result.detach() for result in results]
+        if not self._is_last(op):
+            return parts[0]
+        self.sums = list(map(torch.add, self.sums, parts))
+        return None
 
     def _run_backward(self, op: Op) -> torch.Tensor | None:
         """Run the backward of the stage; return the cotangent of its input, None on the first stage."""
