@@ -104,7 +104,6 @@ if TYPE_CHECKING:
     from fshard.ext.jit.graph import make_graph
     from fshard.ext.optim import schedules
     from fshard.ext.optim.adafactor import adafactor, scale_by_factored_rms
-    from fshard.ext.optim.loss_scale import dynamic_loss_scale
     from fshard.ext.optim.native import (
         adam,
         adamw,
@@ -119,7 +118,7 @@ if TYPE_CHECKING:
     from fshard.ext.optim.schedules import from_torch_scheduler
     from fshard.ext.optim.trust import lamb, lars, scale_by_trust_ratio
     from fshard.ext.optim.whole import whole
-    from fshard.ext.optim.wrappers import ema, freeze, masked, partition, skip_nonfinite
+    from fshard.ext.optim.wrappers import dynamic_loss_scale, ema, freeze, masked, partition, skip_nonfinite
     from fshard.ext.parallel import moe
     from fshard.ext.parallel.attention import ring_attention, ring_positions, ulysses
     from fshard.ext.parallel.pipeline import pipeline

@@ -5,7 +5,6 @@
 - `any_dual`: whether some tensor has a tangent of forward-mode AD.
 - `arguments_of`: the arguments of an operator's schema; None for what is no operator.
 - `attributes_of`: an attribute of each of thousands of values, for which no line of Python runs.
-- `BITS`: the bits of a digit, for `sum_digits`.
 - `Box`: a rectangular region of a tensor.
 - `bytes_of`: the elements of a tensor as bytes.
 - `call_schedule`: the value of a schedule in an update.
@@ -293,14 +292,13 @@ from fshard.update import run_update
 
 if TYPE_CHECKING:
     from fshard.ext.jit.graph import StepGraph, find_lifetimes
-    from fshard.ext.optim.block_sums import BITS, sum_digits, sum_powers
+    from fshard.ext.optim.block_sums import sum_digits, sum_powers
     from fshard.ext.parallel.custom_call import custom_call, differentiate
     from fshard.ext.plan.plan import fake_axes, lay_out_call
     from fshard.ext.plan.report import Rates, check_rates
     from fshard.ext.plan.timeline import estimate_operator
 
 __all__ = [
-    "BITS",
     "COUNT",
     "FINITE",
     "FLOATING",

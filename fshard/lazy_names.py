@@ -17,7 +17,6 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard", "interop.no_split"): "no_split",
         ("fshard", "jit.graph"): "make_graph",
         ("fshard", "optim.adafactor"): "adafactor scale_by_factored_rms",
-        ("fshard", "optim.loss_scale"): "dynamic_loss_scale",
         ("fshard", "optim.native"): (
             "adam adamw add_decayed_weights clip_by_global_norm clip_by_norm clip_by_value scale_by_adam sgd"
         ),
@@ -25,7 +24,7 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard", "optim.schedules"): "from_torch_scheduler schedules",
         ("fshard", "optim.trust"): "lamb lars scale_by_trust_ratio",
         ("fshard", "optim.whole"): "whole",
-        ("fshard", "optim.wrappers"): "ema freeze masked partition skip_nonfinite",
+        ("fshard", "optim.wrappers"): "dynamic_loss_scale ema freeze masked partition skip_nonfinite",
         ("fshard", "parallel.attention"): "ring_attention ring_positions ulysses",
         ("fshard", "parallel.moe"): "moe",
         ("fshard", "parallel.pipeline"): "pipeline",
@@ -47,7 +46,7 @@ TABLE: Mapping[tuple[str, str], str] = MappingProxyType(
         ("fshard.checkpoint", "interop.state_dict"): "from_state_dict to_state_dict",
         ("fshard.checkpoint.manager", "memory.generations"): "open_memory",
         ("fshard.extend", "jit.graph"): "StepGraph find_lifetimes",
-        ("fshard.extend", "optim.block_sums"): "BITS sum_digits sum_powers",
+        ("fshard.extend", "optim.block_sums"): "sum_digits sum_powers",
         ("fshard.extend", "parallel.custom_call"): "custom_call differentiate",
         ("fshard.extend", "plan.plan"): "fake_axes lay_out_call",
         ("fshard.extend", "plan.report"): "Rates check_rates",

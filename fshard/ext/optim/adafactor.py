@@ -29,7 +29,6 @@ from fshard.extend import (
     find_order,
     flatten,
     leaves_of,
-    map_leaves,
     map_trained_leaves,
     no_updates,
     tensor_of,
@@ -100,9 +99,7 @@ def scale_by_factored_rms(
         weights = share_out((stack_counts(counts, grads) ** beta2_decay)[:, 0], grads)
         squares = fs.tree_map(lambda grad: grad * grad, grads)
         columns = leaf_means(squares, -2, reduction_order)
-        means = leaf_means(squares, -1, reduction_order)
-        # A leaf of fewer than two dims has no means.
-        rows = map_leaves(lambda mean, square: square if mean is None else mean, means, squares)
+        rows = leaf_means(squares, -1, reduction_order)
         (row,) = leafwise(_move_towards, rows, [state.row], [weights])
         (column,) = leafwise(_move_towards, columns, [state.column], [weights])
         sizes = leaf_means(row, -2, reduction_order)
@@ -123,10 +120,7 @@ def _init(params: Any) -> AdafactorState:
 
 
 def _init_mean(leaf: Any, dim: int) -> Any:
-    """Make the mean of a leaf's squares over a dim before its first update.
-
-    For a leaf of fewer than two dims the squares themselves are kept as its row, and there is no column.
-    """
+    """Make the mean of a leaf's squares over a dim, as of `leaf_means`, before its first update."""
     tensor = tensor_of(leaf)
     shape = list(tensor.shape)
     reduced_dims = []

@@ -42,12 +42,11 @@ def _as_one_node(schema: str, make_fake: Callable[..., torch.Tensor]) -> Callabl
 
         @functools.wraps(run)
         def sum_blocks(tensors: Any, *args: Any) -> torch.Tensor:
-            if not is_tracing() or transforms_active():
-                return run(tensors, *args)
             inputs = tensors if isinstance(tensors, list) else [tensors]
-            if any(map(is_differentiated, inputs)) or any_dual(inputs):
-                return run(tensors, *args)
-            return run_as_one(tensors, *args)
+            is_plain = is_tracing() and not (transforms_active() or any_dual(inputs))
+            if is_plain and not any(map(is_differentiated, inputs)):
+                return run_as_one(tensors, *args)
+            return run(tensors, *args)
 
         return sum_blocks
 
@@ -76,7 +75,7 @@ def sum_powers(tensors: Sequence[torch.Tensor], p: float) -> torch.Tensor:
     parts += [tensor for tensor in tensors if tensor.numel() > SMALL]
     powers = []
     for part in parts:
-        size = CPU_BLOCK if part.device.type == "cpu" else BLOCK
+        size = CPU_BLOCK if part.is_cpu else BLOCK
         powers += [_sum_block(block, p) for block in _cut_blocks(part, size)]
     stacked = torch.stack(powers)
     return stacked.amax() if math.isinf(p) else stacked.sum()
@@ -123,11 +122,9 @@ def sum_digits(tensor: torch.Tensor, scale: torch.Tensor, dim: int | None, squar
     Returns:
         An int64 tensor with the sums of the high digits and those of the low ones. The dim is left out.
     """
-    size = EXACT_CPU_BLOCK if tensor.device.type == "cpu" else BLOCK
-    blocks: Iterable[torch.Tensor]
-    if dim is None:
-        blocks = _cut_blocks(tensor, size)
-    else:
+    size = EXACT_CPU_BLOCK if tensor.is_cpu else BLOCK
+    blocks: Iterable[torch.Tensor] = _cut_blocks(tensor, size)
+    if dim is not None:
         rows = tensor.movedim(dim, 0)
         row_size = max(1, rows[:1].numel())
         blocks = rows.split(max(1, size // row_size))

@@ -97,10 +97,7 @@ def stack_counts(counts: Any, grads: Any, numbers: Sequence[Any] = ()) -> torch.
     # Hyperparameters and counts may be on an accelerator, and a leaf that was frozen until now has a count on the CPU.
     tensors = filter(torch.is_tensor, (*updated, *numbers))
     device = max(tensors, key=lambda tensor: not tensor.is_cpu).device
-    moved = []
-    for number in updated:
-        moved.append(_move_number(number, device))
-    vector = torch.stack(moved).double()
+    vector = torch.stack([_move_number(number, device) for number in updated]).double()
     return vector[:, None].expand(-1, 2)
 
 

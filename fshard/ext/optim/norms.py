@@ -138,7 +138,8 @@ def leaf_means(tree: Any, dim: int, reduction_order: str | None = None) -> Any:
 
     Returns:
         A tree of the same structure with the means: of size 1 along the dim, split as far as the leaf is, and
-        differentiable by math on this rank's part. None for None and for leaves of fewer than two dims.
+        differentiable by math on this rank's part. A leaf of fewer than two dims is its own mean over the last dim, and
+        has none over the one before. None for None.
     """
     leaves = [leaf for leaf in leaves_of(tree) if _has_rows(leaf)]
     axes = [_axes_along(leaf, dim) for leaf in leaves]
@@ -154,7 +155,7 @@ def leaf_means(tree: Any, dim: int, reduction_order: str | None = None) -> Any:
 
     def take_mean(leaf: Any) -> Any:
         if not _has_rows(leaf):
-            return None
+            return leaf if dim == -1 else None
         total, total_axes = next(rows)
         mean = make_varying(total, total_axes) / max(1, leaf.shape[dim])
         mean = mean.to(leaf.dtype)
