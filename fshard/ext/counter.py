@@ -81,7 +81,7 @@ class LocalPart:
         args = [_unwrap_scalar(arg) for arg in args]
         draw = _DRAWS.get(op) if view.is_floating_point() else None
         is_known = draw is not None or op in _ELEMENTWISE
-        if not is_known or any(options.values()) or any(isinstance(arg, torch.Tensor) for arg in args):
+        if not is_known or any(options.values()) or any(map(torch.is_tensor, args)):
             raise ValueError(
                 f"model.init: [{self.name!r}] is set by {op}, but counter supports only operators that compute each "
                 "element by itself, such as normal_ and mul_ by a number"
@@ -203,9 +203,7 @@ def _list_written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     tensors: list[Any] = []
     for i, argument in enumerate(arguments_of(operator) or []):
         if argument.written:
-            value = kwargs.get(argument.name)
-            if i < len(args):
-                value = args[i]
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
             tensors += value if isinstance(value, list | tuple) else [value]
     return [tensor for tensor in tensors if tensor is not None]
 

@@ -38,7 +38,11 @@ class _Quantize(FullyShard):
                 # [*shape] -> [1, *shape] -> [1, bytes] -> [bytes]
                 codes[i] = encode(shard.unsqueeze(0), specs[i], self.block)[0]
 
-        def read(received: torch.Tensor, shard: torch.Tensor, spec: fs.Spec) -> torch.Tensor:
+        def read(
+            received: torch.Tensor,
+            shard: torch.Tensor,
+            spec: fs.Spec,
+        ) -> torch.Tensor:
             return decode(received, shard.shape, shard.dtype, spec, self.block)
 
         start_codes = partial(fs.comm.start_all_gather, axis=self.axis, label="gather")
@@ -65,7 +69,12 @@ class _Quantize(FullyShard):
 
         return _start_both(super().start_sums, start_codes, stacks, specs, codes, self._sum)
 
-    def _sum(self, codes: torch.Tensor, stack: torch.Tensor, spec: fs.Spec) -> torch.Tensor:
+    def _sum(
+        self,
+        codes: torch.Tensor,
+        stack: torch.Tensor,
+        spec: fs.Spec,
+    ) -> torch.Tensor:
         """Add up the codes of all ranks, in rank order."""
         rows = decode(codes, stack.shape[1:], stack.dtype, spec, self.block)
         return reduce(torch.add, rows.unbind())

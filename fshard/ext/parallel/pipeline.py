@@ -273,15 +273,8 @@ class _PipelineCall:
         if arguments.reduce == "weighted":
             self.dtypes.append(torch.float64)
 
-    def first(self, params: Any, microbatch: int) -> torch.Tensor:
-        """Make the first stage's input."""
-        return self._check_shape("first", self.arguments.first(params, self.batches[microbatch][0]))
-
-    def stage(self, params: Any, h: torch.Tensor) -> torch.Tensor:
-        """Run a stage."""
-        return self._check_shape("stage_fn", self.arguments.stage_fn(params, h))
-
-    def _check_shape(self, name: str, out: Any) -> torch.Tensor:
+    def check(self, name: str, out: Any) -> torch.Tensor:
+        """Refuse what a stage cannot pass on."""
         shape = self.like.shape
         dtype = self.like.dtype
         fits = isinstance(out, torch.Tensor) and out.shape == shape and out.dtype is dtype
@@ -313,9 +306,10 @@ class _PipelineCall:
         Returns:
             This rank's part of the loss, differentiable to any order, and of the count.
         """
-        axis = self.arguments.axis
+        arguments = self.arguments
+        axis = arguments.axis
         stages = axis.size
-        microbatches = self.arguments.microbatches
+        microbatches = arguments.microbatches
         ticks = microbatches + stages - 1
         pairs = [(stage, stage + 1) for stage in range(stages - 1)]
         params = self.unflatten(self.leaves)
@@ -323,11 +317,12 @@ class _PipelineCall:
         received = None
         for tick in range(ticks):
             # Until its first microbatch arrives, a stage computes with this one: derivatives at zeros may be NaN.
-            h = self.first(params, min(tick, microbatches - 1))
+            x, *_ = self.batches[min(tick, microbatches - 1)]
+            h = self.check("first", arguments.first(params, x))
             if received is not None:
                 is_first = h.new_full((), self.rank == 0, dtype=torch.bool)
                 h = torch.where(is_first, h, received)
-            out = self.stage(params, h)
+            out = self.check("stage_fn", arguments.stage_fn(params, h))
             if tick >= stages - 1:
                 parts = self.last(params, out, tick - stages + 1)
                 sums = list(map(torch.add, sums, parts))
@@ -395,10 +390,11 @@ class _Run:
         self._call = call
         self._differentiates = differentiates
         self._axis = call.arguments.axis
+        self._is_last = call.rank == self._axis.size - 1
         # By the microbatch.
         self._live: dict[int, _LiveForward] = {}
-        # By the op that takes it, a function that waits for a message.
-        self._inbox: dict[Op, Callable[[], torch.Tensor]] = {}
+        # By the op that takes it, a function that waits for messages, and the number of the one that it takes.
+        self._inbox: dict[Op, tuple[Callable[[], Tensors], int]] = {}
         self._in_flight: deque[Callable[[], Any]] = deque()
         self._leaves = list(call.leaves)
         # The leaves at which the graphs of microbatches end, by their numbers.
@@ -423,20 +419,18 @@ class _Run:
                 self._exchange(tick, output)
         self._finish_messages(remaining=0)
 
-    def _is_last(self, op: Op) -> bool:
-        return op.stage == self._axis.size - 1
-
     def _run_forward(self, op: Op) -> torch.Tensor | None:
         """Run the forward of the stage; return its output. The last stage adds to the loss and the count instead."""
         call = self._call
+        arguments = call.arguments
         params = call.unflatten(self._leaves)
         with record_on_tape() as tape:
             if op.stage:
-                h = self._inbox.pop(op)().requires_grad_(self._differentiates)
+                h = self._receive(op).requires_grad_(self._differentiates)
             else:
-                h = call.first(params, op.microbatch)
-            results = [call.stage(params, h)]
-            if self._is_last(op):
+                h = call.check("first", arguments.first(params, call.batches[op.microbatch][0]))
+            results = [call.check("stage_fn", arguments.stage_fn(params, h))]
+            if self._is_last:
                 results = call.last(params, results[0], op.microbatch)
         if self._differentiates:
             received = [h] if op.stage else []
@@ -447,7 +441,7 @@ class _Run:
                 remedy = 'pass it in params, or use schedule="gpipe"'
                 _compat.list_graph("pipeline", results[0], sources, expected, remedy)
         parts = [result.detach() for result in results]
-        if not self._is_last(op):
+        if not self._is_last:
             return parts[0]
         self.sums = list(map(torch.add, self.sums, parts))
         return None
@@ -456,10 +450,10 @@ class _Run:
         """Run the backward of the stage; return the cotangent of its input, None on the first stage."""
         call = self._call
         live = self._live.pop(op.microbatch)
-        if self._is_last(op):
+        if self._is_last:
             cotangent = torch.ones_like(live.out)
         else:
-            cotangent = self._inbox.pop(op)()
+            cotangent = self._receive(op)
         inputs = [*self._trained.values(), *live.received]
         grads = differentiate(live.out, cotangent, inputs, live.tokens)
         for i, grad in zip(self._trained, grads, strict=False):
@@ -496,10 +490,15 @@ class _Run:
         # Two ops may wait for the same message.
         finish = cache(fs.comm.start_all_to_all([rows], send, receive, self._axis, "pipeline"))
         for row_number, target in enumerate(arriving):
-            self._inbox[target] = lambda row_number=row_number: finish()[0][row_number]
+            self._inbox[target] = finish, row_number
         # It keeps the tensors that are sent until they have arrived.
         self._in_flight.append(finish)
         self._finish_messages(remaining=stages)
+
+    def _receive(self, op: Op) -> torch.Tensor:
+        """Wait for what an op takes."""
+        finish, row = self._inbox.pop(op)
+        return finish()[0][row]
 
     def _finish_messages(self, remaining: int) -> None:
         while len(self._in_flight) > remaining:

@@ -110,7 +110,7 @@ def tensor_parallel(
     dims = _find_split_dims(module, styles)
     problems = [
         *_find_misfits(module, styles, axis),
-        *_find_uneven_counts(counts, axis),
+        *[(name, str(count), f"a multiple of {axis.size}") for name, count in counts.items() if count % axis.size],
         *_find_uneven_ties(module, dims),
     ]
     refuse(f"{API_NAME}: the plan does not fit the module", problems, "change the plan, or the sizes of the module")
@@ -162,22 +162,24 @@ class _Layer(NamedTuple):
     def make_forward(self, style: str) -> Callable[..., Any] | None:
         """Make the forward of a style; None if the submodule's own forward does not change."""
         original = self.module.forward
-        if style == "column":
-            return self.run_column
-        if style == "row":
-            return self.run_row
-        if style == "vocabulary" and isinstance(self.module, nn.Embedding):
-            # The number of rows of the full weight: when the forward runs, the module has this rank's piece.
-            return partial(self.run_embedding, len(self.module.weight))
-        if style == "vocabulary":
-            return self.run_head
-        if style == "gather":
-            return partial(self.run_on_first, self.enter, original)
         # Without sequence parallelism values between layers agree.
-        if style == "sequence" and (self.is_inside or self.dim is not None):
-            return partial(self.run_on_pieces, original)
-        if style == "split" and self.dim is not None:
-            return partial(self.run_on_first, self.cut, original)
+        are_pieces = self.dim is not None
+        match style:
+            case "column":
+                return self.run_column
+            case "row":
+                return self.run_row
+            case "vocabulary" if isinstance(self.module, nn.Embedding):
+                # The number of rows of the full weight: when the forward runs, the module has this rank's piece.
+                return partial(self.run_embedding, len(self.module.weight))
+            case "vocabulary":
+                return self.run_head
+            case "gather":
+                return partial(self.run_on_first, self.enter, original)
+            case "sequence" if self.is_inside or are_pieces:
+                return partial(self.run_on_pieces, original)
+            case "split" if are_pieces:
+                return partial(self.run_on_first, self.cut, original)
         return None
 
     def run_on_first(
@@ -387,13 +389,6 @@ def _find_layer_misfits(
         multiple = style.parts * axis.size
         if size % multiple:
             yield path, str(size), f"a multiple of {multiple} {SIDES[name]}"
-
-
-def _find_uneven_counts(counts: Mapping[str, int], axis: fs.Axis) -> Iterator[Problem]:
-    """Find attributes that cannot be divided."""
-    for name, count in counts.items():
-        if count % axis.size:
-            yield name, str(count), f"a multiple of {axis.size}"
 
 
 def _find_uneven_ties(module: nn.Module, dims: Mapping[str, int | None]) -> Iterator[Problem]:
