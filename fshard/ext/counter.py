@@ -167,17 +167,8 @@ def draw_by_counter(
     parts = {}
     for fake, (name, parameter) in zip(fakes, named_parameters(module), strict=True):
         parts[storage_key(fake)] = LocalPart(name, parameter, specs[name], seed)
-    _run_resets(bare, drawing.Drawing(partial(_apply_to_parts, parts), seed), reset)
-    buffers_after = dict(named_buffers(bare, remove_duplicate=False))
-    buffers.update({name: buffers_after[name] for name in buffers})
-    for parameter in bare.parameters():
-        part = parts.get(storage_key(parameter))
-        if part is not None:
-            yield part.finish(module.get_parameter(part.name))
-
-
-def _run_resets(bare: nn.Module, mode: drawing.Drawing, reset: drawing.Reset | None) -> None:
-    """Set the values of each submodule, under a mode that sees the operators."""
+    # A mode that sees the operators.
+    mode = drawing.Drawing(partial(_apply_to_parts, parts), seed)
     for path, submodule in drawing.children_first(bare, "", set()):
         try:
             with mode:
@@ -186,6 +177,12 @@ def _run_resets(bare: nn.Module, mode: drawing.Drawing, reset: drawing.Reset | N
             place = path or "(root)"
             error.add_note(f'The reset of {place} ran on tensors without values. mode="replay" can run any reset.')
             raise
+    buffers_after = dict(named_buffers(bare, remove_duplicate=False))
+    buffers.update({name: buffers_after[name] for name in buffers})
+    for parameter in bare.parameters():
+        part = parts.get(storage_key(parameter))
+        if part is not None:
+            yield part.finish(module.get_parameter(part.name))
 
 
 def _apply_to_parts(parts: Mapping[Any, LocalPart], operator: Any, args: Any, kwargs: Any) -> None:

@@ -265,7 +265,11 @@ def element_sums(leaves: Sequence[Any], dim: int | None = None, *, squares: bool
         ValueError: if a tensor is differentiated.
     """
     tensors = [_elements_along(leaf, dim) for leaf in leaves]
-    _refuse_derivatives(tensors)
+    if any(map(is_differentiated, tensors)) or any_dual(tensors):
+        raise ValueError(
+            'reduction_order="tree": exact sums have no derivative, but a tensor is differentiated. Leave out '
+            "reduction_order if you differentiate updates."
+        )
     tensors = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in tensors]
     axes = [_axes_along(leaf, dim) for leaf in leaves]
     bounds = _reduce([_find_bound(tensor, dim, squares) for tensor in tensors], axes, largest=True)
@@ -282,14 +286,6 @@ def element_sums(leaves: Sequence[Any], dim: int | None = None, *, squares: bool
         total = torch.where(bound.isfinite(), total, bound)
         sums.append(total if dim is None else total.unsqueeze(dim))
     return sums
-
-
-def _refuse_derivatives(tensors: Sequence[torch.Tensor]) -> None:
-    if any(map(is_differentiated, tensors)) or any_dual(tensors):
-        raise ValueError(
-            'reduction_order="tree": exact sums have no derivative, but a tensor is differentiated. Leave out '
-            "reduction_order if you differentiate updates."
-        )
 
 
 def _find_bound(tensor: torch.Tensor, dim: int | None, squares: bool) -> torch.Tensor:

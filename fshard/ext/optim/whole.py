@@ -72,13 +72,13 @@ def whole(tx: fs.Optimizer) -> fs.Optimizer:
     [tensor([-0.6000]), tensor([-0.8000])]
     """
     check_optimizer("whole", tx)
-    return fs.Optimizer(partial(_init, tx), partial(_update, tx))
 
+    def init(params: Any) -> WholeState:
+        flat = flatten(params)
+        refuse_donated("whole", flat)
+        return WholeState(tuple(map(partial(_init_leaf, tx), flat.names, flat.leaves)))
 
-def _init(tx: fs.Optimizer, params: Any) -> WholeState:
-    flat = flatten(params)
-    refuse_donated("whole", flat)
-    return WholeState(tuple(map(partial(_init_leaf, tx), flat.names, flat.leaves)))
+    return fs.Optimizer(init, partial(_update, tx))
 
 
 def _update(tx: fs.Optimizer, grads: Any, state: WholeState, params: Any) -> tuple[Any, WholeState]:

@@ -199,11 +199,10 @@ def dynamic_loss_scale(
     check_arguments(api_name, NUMBER, growth_interval=growth_interval)
     skipping = skip_nonfinite(tx)
 
-    def init(params: Any) -> ScaleState:
+    def init(params: Any) -> Any:
         # float(), because torch.tensor takes no whole number beyond int64.
-        scale = torch.tensor(float(init_scale), dtype=torch.float64).float()
-        state: ScaleState = put_counts_beside(params, ScaleState(scale, zero(), skipping.init(params)))
-        return state
+        scale = torch.tensor(float(init_scale), dtype=torch.float32)
+        return put_counts_beside(params, ScaleState(scale, zero(), skipping.init(params)))
 
     def update(grads: Any, state: ScaleState, params: Any, donate: bool = False) -> tuple[Any, ScaleState]:
         # As GradScaler does: the inverse in float64, and one multiplication.

@@ -13,7 +13,7 @@ and results are [B, H, T, D]; the log-sum-exp of each query's scores is [B, H, T
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -343,18 +343,17 @@ def ulysses(attention: Callable[..., torch.Tensor], axis: fs.Axis) -> Callable[.
     check_axis("ulysses", axis)
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        _check_four_dims("ulysses", {"q": q, "k": k, "v": v})
+        _check_four_dims("ulysses", q=q, k=k, v=v)
         # [B, H, T, D] -> [B, H / ranks, T * ranks, D]
         whole_sequences = fs.all_to_all((q, k, v), axis, split_dim=1, concat_dim=2)
         out = attention(*whole_sequences, **keywords)
-        _check_four_dims("ulysses", {"the result of attention": out})
         # [B, H / ranks, T * ranks, D] -> [B, H, T, D]
         return fs.all_to_all(out, axis, split_dim=2, concat_dim=1)
 
     return run
 
 
-def _check_four_dims(api_name: str, tensors: Mapping[str, Any]) -> None:
+def _check_four_dims(api_name: str, **tensors: Any) -> None:
     """Refuse anything but floating tensors of four dims."""
     for name, tensor in tensors.items():
         fits = isinstance(tensor, torch.Tensor) and tensor.dim() == 4 and tensor.is_floating_point()
@@ -362,7 +361,7 @@ def _check_four_dims(api_name: str, tensors: Mapping[str, Any]) -> None:
 
 
 def _check_tensors(api_name: str, q: Any, k: Any, v: Any) -> None:
-    _check_four_dims(api_name, {"q": q, "k": k, "v": v})
+    _check_four_dims(api_name, q=q, k=k, v=v)
     expect(q.shape[2] > 0, api_name, "a size of dim 2, the time, of 1 or more on every rank", "0")
     v_shape = *q.shape[:-1], v.shape[-1]
     for name, tensor, shape in (("k", k, q.shape), ("v", v, v_shape)):

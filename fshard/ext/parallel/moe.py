@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 import fshard as fs
-from fshard.extend import NUMBER, check_arguments, check_axis, describe, expect, is_tracing
+from fshard.extend import NUMBER, check_arguments, describe, expect, is_tracing
 
 __all__ = ["Routing", "Sent", "combine", "dispatch", "load_balance", "route", "z_loss"]
 
@@ -150,12 +150,18 @@ def dispatch(
     >>> fs.testing.spmd(program, world=2)  # each rank has one expert, and gets that expert's tokens of both
     [[[[1.0], [11.0]]], [[[2.0], [12.0]]]]
     """
-    _check_dispatch(tokens, routing, axis, capacity)
+    api_name = "moe.dispatch"
+    rows_count, k = routing.experts.shape
+    is_matrix = tokens.dim() == 2 and len(tokens) == rows_count
+    expect(is_matrix, api_name, f"tokens of shape ({rows_count}, width), as routed", describe(tokens))
     # [tokens, k] -> [k * tokens], the first choices of all tokens before the second ones
     choices = routing.experts.T.reshape(-1)
-    rows = tokens.repeat(routing.experts.shape[1], 1)
+    rows = tokens.repeat(k, 1)
     if capacity is None:
+        expected = "a capacity inside fs.jit, where sizes are fixed"
+        expect(not is_tracing(), api_name, expected, "None", "pass capacity=")
         return _send_all(rows, choices, routing, axis)
+    check_arguments(api_name, NUMBER, capacity=capacity)
     experts_count = routing.probs.shape[-1]
     is_chosen = choices[:, None] == torch.arange(experts_count, device=choices.device)
     # How many choices of the same expert come before each one.
@@ -172,25 +178,6 @@ def dispatch(
     if axis is not None:
         slots = fs.all_to_all(slots, axis, split_dim=0, concat_dim=1)
     return slots, Sent(routing, axis, places, capacity)
-
-
-def _check_dispatch(
-    tokens: torch.Tensor,
-    routing: Routing,
-    axis: fs.Axis | None,
-    capacity: int | None,
-) -> None:
-    api_name = "moe.dispatch"
-    rows_count = len(routing.experts)
-    is_matrix = tokens.dim() == 2 and len(tokens) == rows_count
-    expect(is_matrix, api_name, f"tokens of shape ({rows_count}, width), as routed", describe(tokens))
-    if axis is not None:
-        check_axis(api_name, axis)
-    if capacity is None:
-        is_eager = not is_tracing()
-        expect(is_eager, api_name, "a capacity inside fs.jit, where sizes are fixed", "None", "pass capacity=")
-    else:
-        check_arguments(api_name, NUMBER, capacity=capacity)
 
 
 def _send_all(

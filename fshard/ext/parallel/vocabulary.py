@@ -225,8 +225,7 @@ def _find_local_ids(api_name: str, ids: torch.Tensor, piece: _Piece) -> tuple[to
 
 
 def _check_ids(api_name: str, name: str, ids: Any) -> None:
-    is_tensor = isinstance(ids, torch.Tensor)
-    is_whole = is_tensor and not ids.is_floating_point() and not ids.is_complex()
+    is_whole = isinstance(ids, torch.Tensor) and not (ids.is_floating_point() or ids.is_complex())
     expect(is_whole, api_name, f"{name} to be a tensor of whole numbers", describe(ids))
 
 
