@@ -77,10 +77,15 @@ def chunked_loss(
     >>> fs.value_and_grad(lambda p: fs.chunked_loss(h, p["head"], targets), reduce="weighted")(params)[0]
     tensor(6.6852)
     """
+    api_name = "chunked_loss"
     # One call, so that weight and bias are one unit.
     parts = list(head) if isinstance(head, list | tuple) else [head]
     full_head = fs.gather(parts)
-    _check(h, full_head, targets, chunks)
+    for name, tensor in {"head": full_head and full_head[0], "h": h, "targets": targets}.items():
+        expect(isinstance(tensor, torch.Tensor), api_name, f"{name} to be a tensor", describe(tensor))
+    shape = (*targets.shape, full_head[0].shape[-1])
+    expect(h.shape == shape, api_name, f"h of shape {shape}, by targets and head", describe(h))
+    check_arguments(api_name, NUMBER, chunks=chunks)
 
     def chunk_loss(
         h: torch.Tensor,
@@ -105,21 +110,6 @@ def chunked_loss(
         chunk_loss = fs.remat(chunk_loss)
     chunks_of_rows = zip(rows.chunk(chunks), targets_of_chunks, strict=True)
     return _sum_pairs([chunk_loss(h, targets, *full_head) for h, targets in chunks_of_rows])
-
-
-def _check(
-    h: Any,
-    full_head: list[Any],
-    targets: Any,
-    chunks: Any,
-) -> None:
-    api_name = "chunked_loss"
-    tensors = {"head": full_head and full_head[0], "h": h, "targets": targets}
-    for name, tensor in tensors.items():
-        expect(isinstance(tensor, torch.Tensor), api_name, f"{name} to be a tensor", describe(tensor))
-    shape = (*targets.shape, full_head[0].shape[-1])
-    expect(h.shape == shape, api_name, f"h of shape {shape}, by targets and head", describe(h))
-    check_arguments(api_name, NUMBER, chunks=chunks)
 
 
 class _ChunkedLoss(Function):

@@ -200,7 +200,7 @@ def decode(
     inner_shape = torch.Size(shape[:num_dims])
     size = inner_shape.numel()
     if not size:
-        return torch.empty((len(rows), *shape), dtype=dtype, device=rows.device)
+        return rows.new_empty((len(rows), *shape), dtype=dtype)
     wide_dtype = _wide_dtype(dtype)
     blocks_count = -(-size // block)
     scales_end = wide_dtype.itemsize * blocks_count
@@ -211,7 +211,8 @@ def decode(
     # A scale may have been rounded up. Without a limit the largest number of a dtype would become infinite.
     limits = torch.finfo(wide_dtype)
     largest_scale = limits.max / LARGEST * (1 - limits.eps)
-    scales = torch.where(scales.isfinite(), scales, torch.nan).clamp(max=largest_scale)
+    scales = torch.where(scales.isfinite(), scales, torch.nan)
+    scales = scales.clamp(max=largest_scale)
     # -> [rows * batch, blocks, block]
     blocks = codes.reshape(len(parts), blocks_count, block)
     values = (blocks * scales.unsqueeze(-1)).to(dtype)

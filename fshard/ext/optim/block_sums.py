@@ -131,16 +131,13 @@ def sum_digits(tensor: torch.Tensor, scale: torch.Tensor, dim: int | None, squar
     factor = scale * 2.0**BITS
     total = torch.zeros((2, *scale.shape), dtype=torch.int64, device=tensor.device)
     for block in blocks:
-        total = total + _sum_digits_of_block(block, factor, squares)
+        rest = block.double()
+        if squares:
+            # A product, because kernels of powers round the last few elements differently.
+            rest = rest * rest
+        rest = rest * factor
+        high = rest.floor()
+        low = rest.sub_(high).mul_(2.0**BITS).floor_()
+        digits = torch.stack([high.sum(0), low.sum(0)])
+        total = total + digits.long()
     return total
-
-
-def _sum_digits_of_block(block: torch.Tensor, factor: torch.Tensor, squares: bool) -> torch.Tensor:
-    rest = block.double()
-    if squares:
-        # A product, because kernels of powers round the last few elements differently.
-        rest = rest * rest
-    rest = rest * factor
-    high = rest.floor()
-    low = rest.sub_(high).mul_(2.0**BITS).floor_()
-    return torch.stack([high.sum(0), low.sum(0)]).long()

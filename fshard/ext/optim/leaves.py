@@ -97,7 +97,8 @@ def stack_counts(counts: Any, grads: Any, numbers: Sequence[Any] = ()) -> torch.
     # Hyperparameters and counts may be on an accelerator, and a leaf that was frozen until now has a count on the CPU.
     tensors = filter(torch.is_tensor, (*updated, *numbers))
     device = max(tensors, key=lambda tensor: not tensor.is_cpu).device
-    vector = torch.stack([_move_number(number, device) for number in updated]).double()
+    moved = [_move_number(number, device) for number in updated]
+    vector = torch.stack(moved).double()
     return vector[:, None].expand(-1, 2)
 
 
@@ -181,7 +182,10 @@ def leafwise(
     columns = [leaves_of(tree) for tree in (grads, *old, *given)]
     check_same_splits(*columns[: 1 + len(old)])
     rows = [make_leaves(*row) for row in zip(*columns, strict=True)]
-    return tuple([flat.unflatten([row[i] for row in rows]) for i in range(len(old))])
+    trees = []
+    for i in range(len(old)):
+        trees.append(flat.unflatten([row[i] for row in rows]))
+    return tuple(trees)
 
 
 def map_gradients(f: Callable[..., torch.Tensor], grads: Any, *given: Any, numbers: Sequence[Any] = ()) -> Any:

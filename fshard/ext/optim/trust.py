@@ -136,13 +136,10 @@ def lars(
     """
     check_rates("lars", lr, momentum=momentum, weight_decay=weight_decay, trust_coefficient=trust_coefficient, eps=eps)
     trust = scale_by_trust_ratio(trust_coefficient, eps, reduction_order=reduction_order)
-    return fs.chain(fs.add_decayed_weights(weight_decay), trust, _scale_by_rate(lr), fs.sgd(1.0, momentum))
 
-
-def _scale_by_rate(lr: Rate) -> fs.GradientTransformation:
-    """Multiply gradients by a learning rate; the state counts updates."""
-
-    def update(grads: Any, count: torch.Tensor, params: Any) -> tuple[Any, torch.Tensor]:
+    def scale_by_rate(grads: Any, count: torch.Tensor, params: Any) -> tuple[Any, torch.Tensor]:
+        """Multiply gradients by the learning rate, and count updates."""
         return map_gradients(torch.mul, grads, numbers=(read_rate(lr, count),)), count + 1
 
-    return fs.GradientTransformation(lambda params: zero(), update)
+    rate = fs.GradientTransformation(lambda params: zero(), scale_by_rate)
+    return fs.chain(fs.add_decayed_weights(weight_decay), trust, rate, fs.sgd(1.0, momentum))

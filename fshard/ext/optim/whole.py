@@ -1,5 +1,6 @@
 """whole: optimizers that look across the elements of a leaf, each leaf stepped as a whole by one rank."""
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -276,7 +277,7 @@ def _return_to_ranks(
 
     # Optimizers keep step counts on the CPU. They travel with the leaves where only accelerators can send.
     expected_numbers = [_numbers_in(flat.leaves) for flat in flats]
-    are_on_cpu = all(number.is_cpu for of_owner in expected_numbers for number in of_owner)
+    are_on_cpu = all(number.is_cpu for number in itertools.chain(*expected_numbers))
     if are_on_cpu and supports_cpu_messages(axis):
         device = torch.device("cpu")
     numbers_of_owners = _exchange([_numbers_in(new_values)] * axis.size, expected_numbers, axis, device)
@@ -330,10 +331,11 @@ def _exchange(
     Returns:
         For each rank the tensors that it has sent.
     """
-    storage_device = next((tensor.device for tensors in (*send, *expected) for tensor in tensors), device)
+    storage_device = next((tensor.device for tensor in itertools.chain(*send, *expected)), device)
     parts = [torch.empty(0, dtype=torch.uint8, device=storage_device)]
-    for tensors in send:
-        parts += map(_view_as_bytes, tensors)
+    for tensor in itertools.chain(*send):
+        # shape -> [*shape, 1], so that a 0-d tensor has a dim -> [*shape, element size] -> [bytes]
+        parts.append(tensor.contiguous().unsqueeze(-1).view(torch.uint8).flatten())
     (received,) = fs.comm.all_to_all(
         [torch.cat(parts).to(device)],
         list(map(_count_bytes, send)),
@@ -341,15 +343,10 @@ def _exchange(
         axis,
         "whole",
     )
-    sizes = [tensor.nbytes for tensors in expected for tensor in tensors]
+    sizes = [tensor.nbytes for tensor in itertools.chain(*expected)]
     next_parts = iter(received.to(storage_device).split(sizes))
     # A part may begin at any byte. Its copy is aligned, and does not keep the other parts alive.
     return [[next(next_parts).clone().view(each.dtype).view(each.shape) for each in tensors] for tensors in expected]
-
-
-def _view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    # shape -> [*shape, 1], so that a 0-d tensor has a dim -> [*shape, element size] -> [bytes]
-    return tensor.contiguous().unsqueeze(-1).view(torch.uint8).flatten()
 
 
 def _count_bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -432,8 +432,11 @@ class _Partition(NamedTuple):
         for i, (member, member_state) in enumerate(zip(self.members, state, strict=True)):
             if member is not None:
                 argument = f"parts[{self.masks[i]!r}]" if self.api_name == "partition" else "tx"
-                trees = _select(flat_grads, owners, i), member_state, _select(flat, owners, i)
-                changed, member_state = run_update(self.api_name, argument, member, *trees, donate=donate)
+                member_grads = _select(flat_grads, owners, i)
+                member_params = _select(flat, owners, i)
+                changed, member_state = run_update(
+                    self.api_name, argument, member, member_grads, member_state, member_params, donate=donate
+                )
                 for j, leaf in enumerate(leaves_of(changed)):
                     if owners[j] == i:
                         leaves[j] = leaf

@@ -171,7 +171,8 @@ def dispatch(
     # Choices without room all go to one row behind the others.
     dropped = experts_count * capacity
     places = torch.where(before < capacity, choices * capacity + before, dropped)
-    slots = rows.new_zeros(dropped + 1, rows.shape[1])
+    width = rows.shape[1]
+    slots = rows.new_zeros(dropped + 1, width)
     slots = slots.index_add(0, places, rows)[:-1]
     # [experts * capacity, width] -> [experts, capacity, width]
     slots = slots.unflatten(0, (experts_count, capacity))
@@ -192,17 +193,21 @@ def _send_all(
     places = order.argsort()
     counts = choices.bincount(minlength=routing.probs.shape[-1])
     if axis is None:
-        return rows.split(counts.tolist()), Sent(routing, axis, places)
+        sizes = counts.tolist()
+        return rows.split(sizes), Sent(routing, axis, places)
     arriving = fs.all_to_all(counts, axis, split_dim=0, concat_dim=0)
     # [experts] -> [ranks, experts of a rank]
     by_rank = (axis.size, -1)
+    leaving = counts.unflatten(0, by_rank)
     table = arriving.unflatten(0, by_rank)
-    send = counts.unflatten(0, by_rank).sum(1).tolist()
+    send = leaving.sum(1).tolist()
     receive = table.sum(1).tolist()
     arrived = fs.ragged_all_to_all(rows, axis, send, receive)
-    experts = torch.arange(table.shape[1], device=table.device).repeat(axis.size)
+    local_experts = torch.arange(table.shape[1], device=table.device)
+    experts = local_experts.repeat(axis.size)
     grouping = experts.repeat_interleave(arriving).argsort(stable=True)
-    rows_of_experts = arrived[grouping].split(table.sum(0).tolist())
+    sizes = table.sum(0).tolist()
+    rows_of_experts = arrived[grouping].split(sizes)
     return rows_of_experts, Sent(routing, axis, places, received=(grouping, send, receive))
 
 
@@ -270,7 +275,8 @@ def load_balance(routing: Routing, axes: Sequence[fs.Axis] = ()) -> torch.Tensor
     for axis in axes:
         counts = fs.psum(counts, axis)
     fractions = counts / counts.sum().clamp(min=1)
-    total = experts_count * (fractions * probs.sum(0)).sum()
+    products = fractions * probs.sum(0)
+    total = experts_count * products.sum()
     return total / max(len(probs), 1)
 
 
@@ -287,7 +293,8 @@ def z_loss(logits: torch.Tensor) -> torch.Tensor:
     >>> fs.moe.z_loss(torch.zeros(3, 4)), torch.tensor(4.0).log().square()
     (tensor(1.9218), tensor(1.9218))
     """
-    return _widen(logits).logsumexp(-1).square().sum() / max(len(logits), 1)
+    squares = _widen(logits).logsumexp(-1).square()
+    return squares.sum() / max(len(logits), 1)
 
 
 def _widen(values: torch.Tensor) -> torch.Tensor:

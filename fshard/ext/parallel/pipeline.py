@@ -389,8 +389,7 @@ class _Run:
     def __init__(self, call: _PipelineCall, differentiates: bool) -> None:
         self._call = call
         self._differentiates = differentiates
-        self._axis = call.arguments.axis
-        self._is_last = call.rank == self._axis.size - 1
+        self._is_last = call.rank == call.arguments.axis.size - 1
         # By the microbatch.
         self._live: dict[int, _LiveForward] = {}
         # By the op that takes it, a function that waits for messages, and the number of the one that it takes.
@@ -408,7 +407,7 @@ class _Run:
     def all_ticks(self) -> None:
         """Run all ticks."""
         call = self._call
-        ticks = make_ticks(self._axis.size, call.arguments.microbatches, self._differentiates)
+        ticks = make_ticks(call.arguments.axis.size, call.arguments.microbatches, self._differentiates)
         # The tensors of these graphs are used soon, so autograd saves them as they are.
         with torch.set_grad_enabled(self._differentiates), without_saved_tensor_hooks():
             for tick in ticks:
@@ -472,7 +471,8 @@ class _Run:
 
     def _exchange(self, tick: Tick, output: torch.Tensor | None) -> None:
         """Start to send the outputs of a tick's ops to the ranks that use them."""
-        stages = self._axis.size
+        axis = self._call.arguments.axis
+        stages = axis.size
         rank = self._call.rank
         # By the rank that sends it, the op that takes the output.
         targets = [op and op.advance(stages) for op in tick]
@@ -488,7 +488,7 @@ class _Run:
         # shape -> [1, *shape], or [0, *shape] on a rank that sends nothing
         rows = row.expand(sum(send), *row.shape)
         # Two ops may wait for the same message.
-        finish = cache(fs.comm.start_all_to_all([rows], send, receive, self._axis, "pipeline"))
+        finish = cache(fs.comm.start_all_to_all([rows], send, receive, axis, "pipeline"))
         for row_number, target in enumerate(arriving):
             self._inbox[target] = finish, row_number
         # It keeps the tensors that are sent until they have arrived.

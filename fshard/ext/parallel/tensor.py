@@ -277,9 +277,7 @@ class _Layer(NamedTuple):
         """Run a forward with parameters that are cast to varying, which sums their gradients."""
         attributes = self.module.__dict__
         parameters = attributes["_parameters"]
-        present = {name: tensor for name, tensor in parameters.items() if tensor is not None}
-        varying = fs.pcast(present, self.axis, to="varying")
-        attributes["_parameters"] = dict.fromkeys(parameters) | varying
+        attributes["_parameters"] = fs.pcast(dict(parameters), self.axis, to="varying")
         try:
             return forward(*args, **kwargs)
         finally:

@@ -127,9 +127,9 @@ def vocab_parallel_cross_entropy(
     """
     api_name = "vocab_parallel_cross_entropy"
     check_axis(api_name, axis)
-    # If ranks passed different sizes, a padded piece could fit both of them, and padding of one rank would count.
-    compared = [f"vocab_size={vocab_size!r:.40}"]
-    with calling(api_name, lambda: [axis], begins=False), annotate_collectives((), compared):
+    # As for the embedding.
+    size_text = f"vocab_size={vocab_size!r:.40}"
+    with calling(api_name, lambda: [axis], begins=False), annotate_collectives((), [size_text]):
         _check_ids(api_name, "targets", targets)
         if weight is not None:
             _check_weight(api_name, weight)
