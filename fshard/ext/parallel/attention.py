@@ -456,9 +456,10 @@ def _scores(
         # [B, H, rows, D] @ [B, H, D, T] -> [B, H, rows, T]
         scores = rows @ k.mT * scale
         if is_causal:
-            query_positions = number * ROWS + torch.arange(rows.shape[2], device=q.device)
-            key_positions = torch.arange(k.shape[2], device=q.device)
-            scores = scores.masked_fill(key_positions > query_positions[:, None], -math.inf)
+            # The first of these queries sees the keys up to its own position, number * ROWS.
+            every_key = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+            is_later = every_key.triu(number * ROWS + 1)
+            scores = scores.masked_fill(is_later, -math.inf)
         yield rows, scores
 
 
