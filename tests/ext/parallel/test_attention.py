@@ -165,6 +165,17 @@ def test_ranks_are_told_the_same():
 
 
 @on_ranks(2)
+def test_ranks_with_other_shapes_are_told():
+    """Of as many elements: messages have the same size."""
+    axis, q = fs.axis_of(cp_mesh()), whole(4)[0]
+    shape = (HEADS, BATCH, 4, HEAD) if my_rank() else (BATCH, HEADS, 4, HEAD)
+    with pytest.raises(
+        fs.comm.CollectiveError, match=rf"rank {my_rank()}: .* of {re.escape(f'torch.float64 {shape}')}"
+    ):
+        fs.ring_attention(*[q.reshape(shape)] * 3, axis)
+
+
+@on_ranks(2)
 def test_bad_arguments():
     axis = fs.axis_of(cp_mesh())
     q, k, v, _ = whole(3)
