@@ -29,7 +29,7 @@ def check_same_splits(*columns: Sequence[Any]) -> None:
     partitions = []
     for leaves in columns:
         specs = attributes_of(leaves, "spec")
-        partitions.append(attributes_of(specs, "partition"))
+        partitions.append(attributes_of(specs, "effective_partition"))
     for splits in set(zip(*partitions, strict=True)):
         if len({*splits} - {None}) > 1:
             raise ValueError(

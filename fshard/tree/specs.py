@@ -185,6 +185,17 @@ class Spec:
         """Every axis that splits some dim."""
         return tuple(axis for dim in range(len(self.partition)) for axis in self.split_axes(dim))
 
+    @functools.cached_property
+    def effective_partition(self) -> P:
+        """The partition without axes of one rank, so that layouts whose shards are the same have the same one."""
+        # A split number is stored with a dim.
+        if not self.shape:
+            return self.partition
+        entries = []
+        for dim in range(len(self.partition)):
+            entries.append(tuple([axis.name for axis in self.split_axes(dim) if axis.size > 1]))
+        return _partition(entries)
+
     def dim_of(self, axis: Axis) -> int | None:
         """The dim that `axis` splits, or None when the leaf is replicated over it."""
         return self._dims.get(axis.name)

@@ -224,3 +224,18 @@ def test_a_state_that_was_resharded_without_its_parameters_is_refused(make):
             ValueError, match=rf"split by .*P\('a'\).*P\({other}\).*\. Reshard both together, as a TrainS"
         ):
             fs.update(tx, moved, params)
+
+
+@pytest.mark.parametrize("make", (partial(fs.from_torch, torch.optim.AdamW), fs.adamw, fs.adafactor, fs.lars))
+@on_ranks(2)
+def test_parameters_that_were_resharded_alone_to_the_same_shards_are_updated(make):
+    """An axis of one rank splits nothing."""
+    mesh = fs.init_mesh({"a": 2, "b": 1}, device="cpu")
+    a, b = fs.fully_shard(mesh["a"]), fs.fully_shard(mesh["b"])
+    for first, second in ((a, fs.compose(b, a)), (fs.replicate(mesh["b"]), b), (b, fs.fully_shard(mesh["b"], dim=1))):
+        params = fs.shard({"w": normal(1)(4, 4)}, first)
+        tx = make(lr=0.1)
+        state = fs.TrainState.create(params, tx)
+        moved = state._replace(params=fs.reshard(params, second))
+        expected, actual = [fs.update(tx, s, fs.tree_map(torch.ones_like, s.params)).params for s in (state, moved)]
+        assert_same_bits(fs.unshard(actual), fs.unshard(expected))
