@@ -168,7 +168,6 @@ from fshard._compat import (
     named_modules,
     named_parameters,
     next_sequence_number,
-    ranks_on_host,
     resolve_process_group,
     storage_key,
     transforms_active,
@@ -220,7 +219,7 @@ from fshard.jit.graph_pass import GraphPass, PassedGraph
 from fshard.jit.passes import fold_views_and_remove_dead_nodes
 from fshard.jit.signature import make_aval
 from fshard.jit.trace import trace
-from fshard.mesh import Mesh, process_rank, ranks_of, read_environment
+from fshard.mesh import Mesh, process_rank, ranks_of, ranks_on_host, read_environment
 from fshard.optim.from_torch import TorchState
 from fshard.optim.leaves import (
     call_schedule,

@@ -99,7 +99,7 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
         seconds = type(timeout) in (int, float) and 0 < timeout < math.inf
         expect(seconds, "init_mesh", "timeout to be a positive number of seconds", f"{timeout!r:.40}")
         limit = timedelta(seconds=timeout)
-        sizes = _sizes(shape, dist.get_world_size() if dist.is_initialized() else _read_number("WORLD_SIZE", 1))
+        sizes = _sizes(shape, dist.get_world_size() if dist.is_initialized() else _read_number("WORLD_SIZE", 1, 1))
     except ValueError as error:
         if dist.is_initialized():
             # Others may have asked for what they can have, and wait.
@@ -144,12 +144,18 @@ def read_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def _read_number(name: str, otherwise: int) -> int:
+def _read_number(name: str, otherwise: int | str, first: int = 0, last: int = 2**16 - 1) -> int:
     """Read a variable of the launcher."""
     text = os.environ.get(name, f"{otherwise}")
-    remedy = "start the program by torchrun, which sets it, or unset it for one rank"
-    expect(text.isdecimal(), "init_mesh", f"the variable {name} to be a whole number, 0 or more", repr(text), remedy)
+    expected = f"the variable {name} to be a whole number from {first} to {last}"
+    remedy = "start the program by torchrun, which sets it, or unset RANK and WORLD_SIZE for one rank"
+    expect(text.isdecimal() and first <= int(text) <= last, "init_mesh", expected, repr(text), remedy)
     return int(text)
+
+
+def ranks_on_host(ranks: int) -> int:
+    """Return how many ranks a launcher has started on each host; all ranks if it does not say."""
+    return _read_number("LOCAL_WORLD_SIZE", ranks, first=1)
 
 
 def process_rank() -> int:
@@ -450,13 +456,12 @@ def _store_of_launcher(limit: timedelta) -> tuple[_compat.StoreClient, int, int]
 
     What is written by the client that this returns is of this start alone.
     """
+    ranks = _read_number("WORLD_SIZE", "", first=1)
+    # A rank beyond them would wait for a store that others may not have, or take part in the start of other ranks.
+    rank = _read_number("RANK", "", last=ranks - 1)
+    _read_number("MASTER_PORT", "")
     # Torch would let rank 0 wait for as many ranks as it is told of, without saying which have not come.
-    size = 1 if "WORLD_SIZE" in os.environ else -1
-    meets = dist.rendezvous("env://", world_size=size, timeout=limit)  # type: ignore[attr-defined]
-    rank = process_rank()
-    ranks = _read_number("WORLD_SIZE", rank + 1)
-    # Such a rank would wait for a store that others may not have, or take part in the start of other ranks.
-    expect(rank < ranks, "init_mesh", f"RANK to be one of 0 to {ranks - 1}, as WORLD_SIZE is {ranks}", f"{rank}")
+    meets = dist.rendezvous("env://", world_size=1, timeout=limit)  # type: ignore[attr-defined]
     is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     has_one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
 
@@ -525,4 +530,4 @@ def _make_store(host: str, port: int, limit: timedelta, *, serves: bool = False)
 
 def _has_few_devices() -> bool:
     """Whether this process sees fewer devices than its host has ranks."""
-    return _compat.ranks_on_host(1) > torch.accelerator.device_count()
+    return ranks_on_host(1) > torch.accelerator.device_count()

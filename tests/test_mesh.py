@@ -21,7 +21,7 @@ from fshard import _compat, checkpoint
 from fshard import mesh as meshes
 from fshard.comm import Meeting
 from fshard.comm.sockets import sockets_of_mesh
-from fshard.mesh import ranks_of
+from fshard.mesh import ranks_of, ranks_on_host
 from fshard.rounding import tolerance
 from fshard.testing import assert_matches_ddp, assert_trees_close, spmd
 from tests.forked_programs import run_on_ranks
@@ -287,18 +287,47 @@ def test_a_rank_beyond_those_that_there_are_is_refused_at_once():
     """It would take part in the start of the others, or wait for a store."""
     (process,) = run_on_ranks(1, make_meshes_of_wrong_ranks)
     beyond, negative = process.output.splitlines()
-    assert beyond == "init_mesh: expected RANK to be one of 0 to 0, as WORLD_SIZE is 1, got 1"
-    assert negative.startswith("init_mesh: expected the variable RANK to be a whole number, 0 or more, got '-1'; ")
+    expected = "init_mesh: expected the variable RANK to be a whole number from 0 to 0, got "
+    assert beyond.startswith(f"{expected}'1'; start the program by torchrun")
+    assert negative.startswith(f"{expected}'-1'; ")
 
 
-@pytest.mark.parametrize(("name", "text"), (("WORLD_SIZE", "two"), ("WORLD_SIZE", "-1"), ("RANK", "1.5")))
-def test_a_variable_of_the_launcher_that_is_no_number_is_named(name, text, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "text", "first"),
+    (
+        *(("WORLD_SIZE", "two", 1), ("WORLD_SIZE", "-1", 1), ("WORLD_SIZE", "0", 1), ("WORLD_SIZE", "", 1)),
+        *(("RANK", "1.5", 0), ("RANK", "", 0), ("MASTER_PORT", "x", 0), ("MASTER_PORT", "99999", 0)),
+    ),
+)
+def test_a_variable_of_the_launcher_that_is_no_number_is_named(name, text, first, monkeypatch):
+    for variable, number in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(variable, number)
     monkeypatch.setenv(name, text)
     expected = (
-        rf"^init_mesh: expected the variable {name} to be a whole number, 0 or more, got '{text}'; start the program"
+        rf"^init_mesh: expected the variable {name} to be a whole number from {first} to \d+, got '{text}'; start"
     )
     with pytest.raises(ValueError, match=expected):
         fs.init_mesh({"shard": -1}, device="cpu", timeout=1)
+
+
+@pytest.mark.parametrize("name", ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+def test_a_variable_of_the_launcher_that_is_missing_beside_others_is_named(name, monkeypatch):
+    for variable, number in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(variable, number)
+    monkeypatch.delenv(name)
+    with pytest.raises(
+        ValueError, match=rf"^init_mesh: expected the variable {name} to be .*, got ''; start the program"
+    ):
+        fs.init_mesh({"shard": -1}, device="cpu", timeout=1)
+
+
+@pytest.mark.parametrize("text", ("x", "0"))
+def test_a_number_of_ranks_on_a_host_that_is_none_is_named(text, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+    with pytest.raises(
+        ValueError, match=rf"the variable LOCAL_WORLD_SIZE to be a whole number from 1 to \d+, got '{text}'"
+    ):
+        ranks_on_host(2)
 
 
 def page_faults():

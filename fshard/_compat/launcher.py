@@ -10,11 +10,6 @@ from contextlib import suppress
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
-def ranks_on_host(ranks: int) -> int:
-    """Return how many ranks a launcher has started on each host; all ranks if it does not say."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-
-
 def report_to_launcher(text: str) -> None:
     """Write an error to standard error and to torchrun's file at once, if torchrun started this process.
 
