@@ -355,8 +355,7 @@ def _check_module(module: Any) -> None:
     parameters would not be called.
     """
     if not isinstance(module, nn.Module):
-        remedy = " Pass an instance, not the class." if isinstance(module, type) else ""
-        raise ValueError(f"functionalize: module must be an nn.Module, not {describe(module)}.{remedy}")
+        raise ValueError(f"functionalize: module must be an instance of nn.Module, not {describe(module)}.")
     for name, submodule in module.named_modules():
         if isinstance(submodule, torch.jit.ScriptModule) and [*submodule.parameters()]:
             raise ValueError(

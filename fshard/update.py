@@ -97,7 +97,7 @@ class GradientTransformation(NamedTuple):
 
 
 # The remedy where there is no optimizer.
-CHAINED = "end the chain with one, such as fs.from_torch"
+CHAINED = "end the chain with one, such as fs.from_torch(torch.optim.AdamW, lr=1e-3)"
 
 
 class TrainState(NamedTuple):

@@ -243,7 +243,7 @@ GRADIENTS = [
     ),
     on_world(
         "update: expected tx to be an Optimizer, got a GradientTransformation; end the chain with one, such as "
-        "fs.from_torch",
+        "fs.from_torch(torch.optim.AdamW, lr=1e-3)",
         lambda w: fs.update(fs.clip_by_global_norm(1.0), w.state, w.grads),
     ),
     setup(
@@ -297,7 +297,9 @@ def test_a_process_that_was_refused_a_mesh_can_make_one():
 
 # Arguments of optimizers.
 
-RATE, FRACTION = "a finite number, 0 or more", "a number, 0 or more and below 1"
+FRACTION = "a number, 0 or more and below 1"
+NUMBER = "a finite number, 0 or more"
+RATE = f"{NUMBER}, or a function of the number of updates, as of fs.schedules or fs.from_torch_scheduler"
 # Optimizers with the names of their rates.
 RATES = {fs.sgd: ("momentum",), fs.adam: (), fs.adamw: ("lr", "eps", "weight_decay")}
 
@@ -305,12 +307,16 @@ RATES = {fs.sgd: ("momentum",), fs.adam: (), fs.adamw: ("lr", "eps", "weight_dec
 def test_rates_out_of_range_are_refused_by_name():
     for make, names in RATES.items():
         for name, value in product(names, (-1e-9, math.nan, "x")):
-            text = f"expected {name} to be {RATE}, got {value!r}"
+            text = f"expected {name} to be {RATE if name == 'lr' else NUMBER}, got {value!r}"
             assert text in text_of(partial(make, **{"lr": 0.1, name: value}))
     assert f"expected betas[1] to be {FRACTION}, got 1.0" in text_of(lambda: fs.adamw(0.1, (0.9, 1.0)))
     vector = f"sgd: expected lr to be {RATE}, got a float32 Tensor of shape (2,)"
     assert text_of(lambda: fs.sgd(ones(2))) == vector
     assert text_of(lambda: fs.sgd(ones(1, 1))) == vector.replace("(2,)", "(1, 1)")
+    # Classes, which a call makes an instance of, and a scheduler of torch.
+    optimizer = torch.optim.SGD([ones(1)], lr=0.1)
+    for value in (torch.optim.lr_scheduler.StepLR, torch.optim.SGD, torch.optim.lr_scheduler.StepLR(optimizer, 1)):
+        assert text_of(partial(fs.sgd, value)) == f"sgd: expected lr to be {RATE}, got {value!r:.40}"
     finite = "sgd: expected dampening to be a finite number, got"
     assert text_of(lambda: fs.sgd(0.1, 0.9, dampening=math.nan)) == f"{finite} nan"
     assert text_of(lambda: fs.sgd(0.1, 0.9, dampening=ones(2))) == f"{finite} a float32 Tensor of shape (2,)"
@@ -350,9 +356,9 @@ TEXTS = [
     ),
     (
         lambda: fs.functionalize(nn.Linear),
-        "functionalize: module must be an nn.Module, not a type. Pass an instance, not the class.",
+        "functionalize: module must be an instance of nn.Module, not the class Linear.",
     ),
-    (lambda: fs.functionalize(3), "functionalize: module must be an nn.Module, not an int."),
+    (lambda: fs.functionalize(3), "functionalize: module must be an instance of nn.Module, not an int."),
     (
         lambda: LINEAR.init(fs.ddp(fs.init_mesh({"shard": -1}, device="cpu")), mode="counter"),
         "model.init: mode='counter' needs a seed. Pass seed=.",

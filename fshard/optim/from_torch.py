@@ -195,13 +195,13 @@ class _WrappedClass:
             inject: The names of those that the state holds.
             order: The order whose bits updates keep.
         """
-        initial = _refuse_derivatives(hyper) | _read_on_host(_evaluate(hyper, zero(), {}))
         self._name = cls.__name__
         self._hyper = hyper
         self._order = order
-        # Makes the torch optimizer, with the hyperparameters before the first update.
-        self._make: Make = partial(cls, **initial)
         try:
+            initial = _refuse_derivatives(hyper) | _read_on_host(_evaluate(hyper, zero(), {}))
+            # Makes the torch optimizer, with the hyperparameters before the first update.
+            self._make: Make = partial(cls, **initial)
             defaults = _build_optimizer(self._make, (), (), {}).defaults
         except TypeError as error:
             raise ValueError(

@@ -36,6 +36,8 @@ def describe(leaf: Any) -> str:
         return "None"
     if is_sharded(leaf):
         return "a Sharded leaf"
+    if isinstance(leaf, type):
+        return f"the class {leaf.__name__}"
     name = type(leaf).__name__
     # In a trace a fake tensor stands for the user's plain one.
     if _compat.is_tracing() and _compat.is_fake(leaf):

@@ -212,7 +212,7 @@ OPTIONS = [
         "static_argnames has 'bye', but the function takes no argument of this name. Its arguments are x, by.",
     ),
     ({"backend": "fast"}, "expected backend to be one of ('graph', 'inductor') or a function, got 'fast'"),
-    ({"cache": dict}, "expected cache to be one such as fs.graph_cache(directory), got a type"),
+    ({"cache": dict}, "expected cache to be one such as fs.graph_cache(directory), got the class dict"),
 ]
 CALLS = [
     (

@@ -86,6 +86,16 @@ ROWS = [
         "from_torch: SGD refuses its arguments: '<' not supported between instances of 'ConstantLR' and 'float'. A "
         "schedule is a function, as fs.from_torch_scheduler makes of one of torch.",
     ),
+    (
+        partial(fs.from_torch, optim.SGD, lr=optim.lr_scheduler.StepLR),
+        "from_torch: SGD refuses its arguments: StepLR.__init__() missing 1 required positional argument: 'step_size'. "
+        "A schedule is a function, as fs.from_torch_scheduler makes of one of torch.",
+    ),
+    (
+        lambda: fs.TrainState.create(PARAMS, optim.SGD),
+        "TrainState.create: expected tx to be an Optimizer, got the class SGD; end the chain with one, such as "
+        "fs.from_torch(torch.optim.AdamW, lr=1e-3)",
+    ),
     *refused_states(),
     (lambda: fs.freeze(SGD, {"a": 1, "b": 0}), f"freeze: {MASK} a dict"),
     (

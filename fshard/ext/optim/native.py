@@ -37,6 +37,11 @@ from fshard.extend import (
     zero,
 )
 
+_RATE = NOT_NEGATIVE._replace(
+    expected="a finite number, 0 or more, or a function of the number of updates, as of fs.schedules or "
+    "fs.from_torch_scheduler"
+)
+
 
 def check_rates(api_name: str, lr: Rate, betas: Any = (0.0, 0.0), **numbers: Number) -> None:
     """Refuse hyperparameters that are outside of torch.optim's ranges.
@@ -52,8 +57,9 @@ def check_rates(api_name: str, lr: Rate, betas: Any = (0.0, 0.0), **numbers: Num
     """
     check_pair(api_name, "betas", betas)
     check_numbers(api_name, FRACTION, **{f"betas[{i}]": beta for i, beta in enumerate(betas)})
-    if not callable(lr):
-        numbers = {"lr": lr} | numbers
+    # A class would be called to make an instance of it, in the first update.
+    if isinstance(lr, type) or not callable(lr):
+        check_numbers(api_name, _RATE, lr=lr)
     check_numbers(api_name, NOT_NEGATIVE, **numbers)
 
 
