@@ -38,6 +38,7 @@ from fshard.tree.checks import (
     check_transforms,
     count_writes,
     describe,
+    explain_donated,
     is_differentiated,
     refuse_writes,
     same_structure,
@@ -253,7 +254,10 @@ class Model:
         self._check_inputs(flat, buffers_in)
         with count_writes():
             copies = {name: buffer.clone() for name, buffer in buffers_in.items()}
-        with contextlib.nullcontext() if key is None else seeded(key):
+        with (
+            contextlib.nullcontext() if key is None else seeded(key),
+            explain_donated("apply", args=args, kwargs=kwargs),
+        ):
             out, buffers_out = self._run(flat, params, copies, args, kwargs)
         if buffers is not None:
             return out, buffers_out

@@ -30,6 +30,7 @@ from fshard.tree.checks import (
     check_flags,
     check_local,
     describe,
+    explain_donated,
     mark_donated,
     refuse_frozen_counters,
     same_structure,
@@ -382,16 +383,17 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
         expect(is_own, "chain", f"a state of {len(transformations)} transformations", got, remedy)
         make: Any = None
         states = []
-        for i, (part, kept) in enumerate(zip(transformations, state, strict=True)):
-            step = partial(run_update, "chain", f"transformations[{i}]", part, donate=donate)
-            # The graph of a traced step drops each gradient after its use.
-            if bind is not None and i == len(before) - 1 and not _compat.is_tracing():
-                make = bind(grads, params)
-            elif make is not None:
-                grads, kept = _update_in_turn(step, make, grads, kept, params)
-            else:
-                grads, kept = step(grads, kept, params)
-            states.append(kept)
+        with explain_donated("chain", grads=grads, state=state, params=params):
+            for i, (part, kept) in enumerate(zip(transformations, state, strict=True)):
+                step = partial(run_update, "chain", f"transformations[{i}]", part, donate=donate)
+                # The graph of a traced step drops each gradient after its use.
+                if bind is not None and i == len(before) - 1 and not _compat.is_tracing():
+                    make = bind(grads, params)
+                elif make is not None:
+                    grads, kept = _update_in_turn(step, make, grads, kept, params)
+                else:
+                    grads, kept = step(grads, kept, params)
+                states.append(kept)
         return grads, tuple(states)
 
     return Optimizer(init, run, partial(run, donate=True)) if ends else GradientTransformation(init, run)

@@ -21,7 +21,7 @@ LAYERS = [f"w{n}" for n in range(6)]
 ADAMW = fs.from_torch(torch.optim.AdamW, lr=0.1)
 X = torch.ones(2, 4)
 LOST = "was donated to an earlier call, so it is empty now"
-RESTORE = "To fix: use the state that the call returned. If the call failed, restore the last checkpoint."
+RESTORE = "To fix: use what that call returned, or do not donate them. If it failed, restore the last checkpoint."
 DIFFERENT_STEPS = "update: ranks hold states of different steps or optimizers"
 
 

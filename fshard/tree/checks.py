@@ -258,8 +258,18 @@ def refuse_donated(api_name: str, flat: Flat) -> None:
             return "was donated to an earlier call, so it is empty now"
         return None
 
-    remedy = "use the state that the call returned. If the call failed, restore the last checkpoint"
+    remedy = "use what that call returned, or do not donate them. If it failed, restore the last checkpoint"
     refuse(f"{api_name}: arguments were donated", flat.problems(misfit), remedy)
+
+
+@contextmanager
+def explain_donated(api_name: str, **given: Tree) -> Iterator[None]:
+    """Refuse leaves that were donated where an error is raised inside: that of torch would not name them."""
+    try:
+        yield
+    except Exception:
+        refuse_donated(api_name, flatten(given))
+        raise
 
 
 def refuse_abstract(api_name: str, flat: Flat) -> None:
