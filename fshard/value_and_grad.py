@@ -118,8 +118,9 @@ def value_and_grad(
 
     def run(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         functions = [lambda tree: f(tree, *args, **kwargs)]
+        differentiation = _Differentiation(options, functions, params)
         with explain_donated("value_and_grad", args=args, kwargs=kwargs):
-            value, (aux,), grads, *state = _Differentiation(options, functions, params).run()
+            value, (aux,), grads, *state = differentiation.run()
         objective = (value, aux) if has_aux else value
         return objective, grads, *state
 

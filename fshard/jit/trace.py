@@ -4,8 +4,9 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -34,14 +35,18 @@ from fshard.tree.checks import check_tensors, count_writes, describe, refuse_don
 
 # Tracing and compiling patch global state of the process, so only one thread may do either at a time.
 TRACING = threading.Lock()
-# Functions of torch whose effect a graph does not have. Put back before the end, a mode would not be missed there.
-_SETTERS = (
-    "manual_seed",
-    "set_default_dtype",
-    "set_deterministic_debug_mode",
-    "set_float32_matmul_precision",
-    "use_deterministic_algorithms",
-)
+# By their modules, functions whose effect a graph does not have, or whose result it would keep. Put back before the
+# end, a mode would not be missed there.
+_REFUSED = {
+    "torch": "initial_seed manual_seed seed set_default_dtype set_deterministic_debug_mode "
+    "set_float32_matmul_precision use_deterministic_algorithms",
+    "torch.random": "initial_seed manual_seed seed",
+    "random": "betavariate choice choices expovariate gammavariate gauss getrandbits lognormvariate normalvariate "
+    "paretovariate randbytes randint random randrange sample seed shuffle triangular uniform vonmisesvariate",
+    "numpy.random": "beta binomial bytes choice exponential gamma geometric laplace lognormal "
+    "multinomial multivariate_normal normal permutation poisson rand randint randn random random_sample seed shuffle "
+    "standard_normal uniform",
+}
 # Methods whose result a tensor without values does not have, or whose result changes from call to call. The result of a
 # tensor that the function closes over would go stale.
 _UNTRACEABLE_METHODS = ("storage", "untyped_storage", "storage_offset", "data_ptr", "is_set_to", "tolist", "numpy")
@@ -213,7 +218,7 @@ def replace_abstract(flat: Flat) -> Flat:
 
 def _refuse_call(name: str, *_: Any, **__: Any) -> None:
     remedy = "Call it outside of the function. For random numbers, give model.apply(..., key=...) a key"
-    raise ValueError(f"jit: later calls would not run torch.{name}. {remedy}.")
+    raise ValueError(f"jit: later calls would not run {name}. {remedy}.")
 
 
 def _replace_in_traces(eager: Callable[..., Any], f: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,10 +233,14 @@ def _trace_alone() -> Iterator[None]:
     torch.utils.checkpoint reads and sets the state of torch's generator, to draw the same masks again. In a trace both
     become operators of the graph. A seed or a mode would be set in the trace alone.
     """
-    functions = {name: partial(_refuse_call, name) for name in _SETTERS}
-    functions |= {"get_rng_state": random.random_state, "set_rng_state": random.set_random_state}
-    replaced: Any = {name: _replace_in_traces(getattr(torch, name), f) for name, f in functions.items()}
-    with TRACING, _compat.outside_modes(), count_writes(), patch.multiple(torch, **replaced):
+    replaced = [("torch", "get_rng_state", random.random_state), ("torch", "set_rng_state", random.set_random_state)]
+    for module_name, names in _REFUSED.items():
+        for name in names.split():
+            replaced.append((module_name, name, partial(_refuse_call, f"{module_name}.{name}")))
+    with TRACING, _compat.outside_modes(), count_writes(), ExitStack() as patches:
+        for module_name, name, f in replaced:
+            module = import_module(module_name)
+            patches.enter_context(patch.object(module, name, _replace_in_traces(getattr(module, name), f)))
         yield
 
 

@@ -7,6 +7,8 @@ import math
 import re
 import traceback
 from functools import partial
+from importlib import import_module
+from threading import Thread
 
 import pytest
 import torch
@@ -332,6 +334,34 @@ def test_modes_that_a_function_sets_are_refused(name):
         with pytest.raises(ValueError, match=rf"later calls would not run torch\.{name}\. Call it outside of the func"):
             wrap(lambda x: getattr(torch, name)(SETTERS[name]))(X)
     assert read_modes() == modes
+
+
+@pytest.mark.parametrize(
+    "name",
+    (
+        *("torch.seed", "torch.initial_seed", "torch.random.seed", "torch.random.initial_seed"),
+        *("random.seed", "random.random", "numpy.random.seed", "numpy.random.rand"),
+    ),
+)
+def test_generators_of_the_process_are_refused_in_a_trace_alone(name):
+    """A graph would seed none of them, and keep the numbers of the trace. Other threads may draw meanwhile."""
+    module_name, _, function_name = name.rpartition(".")
+    drawn = []
+
+    def draw():
+        drawn.append(getattr(import_module(module_name), function_name)())
+
+    def draws(x):
+        thread = Thread(target=draw)
+        thread.start()
+        thread.join()
+        draw()
+        return x
+
+    with pytest.raises(ValueError, match=rf"later calls would not run {re.escape(name)}\. Call it outside of the func"):
+        fs.jit(draws)(X)
+    draw()
+    assert len(drawn) == 2
 
 
 @pytest.mark.parametrize(
