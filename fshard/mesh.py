@@ -34,7 +34,7 @@ from fshard.comm.processes import find_machine
 from fshard.comm.sockets import STORE_CLIENTS, allow_sockets, sockets_of_mesh
 from fshard.errors import expect
 from fshard.tree import Axis
-from fshard.tree.checks import describe
+from fshard.tree.checks import SECONDS, check_arguments, describe
 
 Mesh = DeviceMesh
 
@@ -96,8 +96,7 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
     limit = timedelta(seconds=TIMEOUT)
     try:
         device = _device(device)
-        seconds = type(timeout) in (int, float) and 0 < timeout < math.inf
-        expect(seconds, "init_mesh", "timeout to be a positive number of seconds", f"{timeout!r:.40}")
+        check_arguments("init_mesh", SECONDS, timeout=timeout)
         limit = timedelta(seconds=timeout)
         sizes = _sizes(shape, dist.get_world_size() if dist.is_initialized() else _read_number("WORLD_SIZE", 1, 1))
     except ValueError as error:

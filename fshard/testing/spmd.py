@@ -24,13 +24,12 @@ from fshard._compat import (
     threaded_process_groups,
 )
 from fshard.errors import expect
-from fshard.testing.workers import RankError, Workers, describe_failure, failed_rank, stuck_ranks
-from fshard.tree.checks import POSITIVE, check_numbers
+from fshard.testing.workers import RankError, Workers, check_program, describe_failure, failed_rank, stuck_ranks
 
 T = TypeVar("T")
 
 # Seconds that simulated ranks have.
-SECONDS = 60.0
+SIMULATION_SECONDS = 60.0
 
 # Seconds in which ranks may still end, or fail, by themselves once one has failed.
 GRACE = 1.0
@@ -68,13 +67,13 @@ def spmd(f: Callable[[], T], world: int | Workers, timeout: float | None = None)
     """
     # Reports of pytest end at the line of the test.
     __tracebackhide__ = True
-    if timeout is not None:
-        check_numbers("spmd", POSITIVE, timeout=timeout)
     if isinstance(world, Workers):
         return world.run(f, timeout)
+    timeout = SIMULATION_SECONDS if timeout is None else timeout
+    check_program("spmd", f, timeout)
     is_in_range = type(world) is int and 1 <= world <= MAX_THREADS
     expect(is_in_range, "spmd", f"world to be Workers, or a whole number from 1 to {MAX_THREADS}", f"{world!r:.40}")
-    simulation = _Simulation(f, world, SECONDS if timeout is None else timeout)
+    simulation = _Simulation(f, world, timeout)
     with threaded_process_groups(simulation.join), shared_dual_level(), hide_trace_from_pytest():
         try:
             return simulation.run()

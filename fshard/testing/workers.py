@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from fshard import comm
 from fshard.errors import describe_error, expect, is_users_file
+from fshard.tree.checks import NUMBER, SECONDS, check_arguments, describe
 
 T = TypeVar("T")
 
@@ -66,6 +67,12 @@ class RankError(RuntimeError):
 
     # Its public name, which is shorter where a summary of failing tests has few columns.
     __module__ = "fshard.testing"
+
+
+def check_program(api_name: str, f: Any, timeout: Any) -> None:
+    """Refuse a program that is no function, such as the result of one, and a timeout that is none."""
+    expect(callable(f), api_name, "f to be a function without arguments", describe(f))
+    check_arguments(api_name, SECONDS, timeout=timeout)
 
 
 def failed_rank(rank: int, world: int, failure: str) -> RankError:
@@ -144,7 +151,8 @@ class Workers:
     """
 
     def __init__(self, world_size: int, timeout: float = 60.0, backend: str = "gloo") -> None:
-        expect(world_size > 0, "Workers", "world_size to be at least 1", str(world_size))
+        check_arguments("Workers", NUMBER, world_size=world_size)
+        check_arguments("Workers", SECONDS, timeout=timeout)
         self.world_size = world_size
         self.timeout = timeout
         self.backend = backend
@@ -169,10 +177,12 @@ class Workers:
         __tracebackhide__ = True
         if self._closed:
             raise RuntimeError("Workers: run was called after close; make new Workers")
+        timeout = self.timeout if timeout is None else timeout
+        check_program("Workers", f, timeout)
         if not self._kill.alive:
             self._start()
         self._send(pickle.dumps((sys.path, _dumps(f))))
-        return self._collect(self.timeout if timeout is None else timeout)
+        return self._collect(timeout)
 
     def close(self) -> None:
         """Destroy the process group and end the workers.

@@ -122,6 +122,9 @@ FRACTION = Range("a number, 0 or more and below 1", lambda number: 0 <= number <
 WHOLE = Range("a whole number", _is_whole)
 NUMBER = Range("a whole number from 1", lambda value: _is_whole(value) and value > 0)
 COUNT = Range("a whole number, 0 or more, or None", lambda value: value is None or (_is_whole(value) and value >= 0))
+SECONDS = Range(
+    "a number of seconds above 0 and below 1e9", lambda value: type(value) in (int, float) and 0 < value < 1e9
+)
 SEED = Range("a whole number of 64 bits", lambda value: _is_whole(value) and -(2**63) <= value < 2**64)
 FLOATING = Range(
     "a floating torch.dtype such as torch.bfloat16, or None",

@@ -2,7 +2,9 @@
 
 import gc
 import logging
+import math
 import os
+import re
 import sys
 import threading
 import time
@@ -67,8 +69,39 @@ def test_results_come_in_rank_order(world, workers):
     assert ranks == [(size, [rank, rank + 1, rank + 2]) for rank in range(size)]
     with pytest.raises(ValueError, match="spmd: expected world to be Workers, or a whole number from 1 to 4096, got 0"):
         spmd(dist.get_rank, 0)
-    with pytest.raises(ValueError, match="expected world_size to be at least 1, got 0"):
-        Workers(0)
+
+
+PROGRAMS = ((3, "an int"), (None, "None"))
+SECONDS = "timeout to be a number of seconds above 0 and below 1e9, got"
+WRONG_CALLS = (
+    *(
+        (partial(Workers, n), f"Workers: expected world_size to be a whole number from 1, got {n!r}")
+        for n in (0, "2", 1.5)
+    ),
+    *((partial(Workers, 1, timeout=t), f"Workers: expected {SECONDS} {t!r}") for t in (0, "60", math.inf)),
+    *((partial(spmd, dist.get_rank, 2, t), f"spmd: expected {SECONDS} {t!r}") for t in (0, "60", math.inf)),
+    *(
+        (partial(spmd, f, 2), f"spmd: expected f to be a function without arguments, got {name}")
+        for f, name in PROGRAMS
+    ),
+)
+
+
+@pytest.mark.parametrize(("call", "text"), WRONG_CALLS)
+def test_arguments_that_make_no_sense_are_refused_by_name_before_ranks_start(call, text):
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        call()
+
+
+def test_programs_and_limits_that_make_no_sense_are_refused_by_workers(workers):
+    """They go on with the next program."""
+    pool = workers(2)
+    for f, name in PROGRAMS:
+        with pytest.raises(ValueError, match=f"^Workers: expected f to be a function without arguments, got {name}$"):
+            Workers.run(pool, f)
+    with pytest.raises(ValueError, match=f"^Workers: expected {SECONDS} -1$"):
+        spmd(dist.get_rank, pool, timeout=-1)
+    assert pool.run(dist.get_rank) == [0, 1]
 
 
 @on_ranks(1, 3)
