@@ -27,6 +27,7 @@ from fshard.reduction_order import refuse_inductor
 from fshard.shard import any_on_host
 from fshard.tree import Axis, Exact, Flat, Sharded, attributes_of, flatten, map_nodes, tensor_of, unflatten
 from fshard.tree.checks import (
+    Range,
     check_axes,
     describe,
     mark_donated,
@@ -367,18 +368,18 @@ def jit(
     >>> step(torch.zeros(2)), step(torch.zeros(2)), step.traces
     ({'y': tensor([0., 0.])}, {'y': tensor([0., 0.])}, ['the first call'])
     """
-    donated = _read_argnums("donate", donate_argnums)
-    static_numbers = _read_argnums("static", static_argnums)
-    static_names = _read_argnames(static_argnames)
+    donated = _read_several(_POSITIONS, "donate_argnums", donate_argnums)
+    static_numbers = _read_several(_POSITIONS, "static_argnums", static_argnums)
+    static_names = _read_several(_NAMES, "static_argnames", static_argnames)
     is_backend = callable(backend) or backend in BACKENDS
     expect(is_backend, "jit", f"backend to be one of {BACKENDS} or a function", repr(backend))
     are_passes = isinstance(passes, list | tuple) and all(isinstance(graph_pass, GraphPass) for graph_pass in passes)
     expect(are_passes, "jit", "passes to be a tuple of hashable functions of a graph, each with a name", repr(passes))
 
-    is_cache = cache is None or (callable(cache) and not isinstance(cache, type))
-    expect(is_cache, "jit", "cache to be one such as fs.graph_cache(directory)", describe(cache))
-    can_cache = cache is None or backend == "graph"
-    expect(can_cache, "jit", 'backend to be "graph", whose graphs a cache can keep', repr(backend))
+    if cache is not None:
+        is_cache = callable(cache) and not isinstance(cache, type)
+        expect(is_cache, "jit", "cache to be one such as fs.graph_cache(directory)", describe(cache))
+        expect(backend == "graph", "jit", 'backend to be "graph", whose graphs a cache can keep', repr(backend))
 
     def make_jitted(f: Callable[..., Any]) -> Jitted:
         expect(callable(f), "jit", "f to be a function", describe(f))
@@ -464,21 +465,16 @@ def _run(program: Program, flat: Flat, tensors: list[torch.Tensor]) -> Any:
     return map_nodes(pin_params, results, TrainState) if any_on_host(flat.specs) else results
 
 
-def _read_argnums(name: str, value: Any) -> tuple[int, ...]:
-    numbers = tuple(value) if isinstance(value, list | tuple) else (value,)
-    are_positions = all(type(number) is int and number >= 0 for number in numbers)
-    if not are_positions:
-        raise ValueError(
-            f"jit: {name}_argnums must be one or more positions of arguments, counted from 0. Got {value!r}."
-        )
-    return numbers
+_POSITIONS = Range(
+    "one or more positions of arguments, counted from 0", lambda value: type(value) is int and value >= 0
+)
+_NAMES = Range("one or more names of arguments", lambda value: isinstance(value, str) and value.isidentifier())
 
 
-def _read_argnames(value: Any) -> tuple[str, ...]:
-    names = tuple(value) if isinstance(value, list | tuple) else (value,)
-    if not all(isinstance(name, str) and name.isidentifier() for name in names):
-        raise ValueError(f"jit: static_argnames must be one or more names of arguments. Got {value!r:.40}.")
-    return names
+def _read_several(allowed: Range, option: str, value: Any) -> tuple[Any, ...]:
+    several = tuple(value) if isinstance(value, list | tuple) else (value,)
+    expect(all(map(allowed.allows, several)), "jit", f"{option} to be {allowed.expected}", f"{value!r:.40}")
+    return several
 
 
 def _find_static_positions(

@@ -35,11 +35,11 @@ from fshard.tree.checks import check_tensors, count_writes, describe, refuse_don
 
 # Tracing and compiling patch global state of the process, so only one thread may do either at a time.
 TRACING = threading.Lock()
-# By their modules, functions whose effect a graph does not have, or whose result it would keep. Put back before the
-# end, a mode would not be missed there.
-_REFUSED = {
-    "torch": "initial_seed manual_seed seed set_default_dtype set_deterministic_debug_mode "
-    "set_float32_matmul_precision use_deterministic_algorithms",
+# By their modules, functions that a trace replaces or refuses: a graph does not have their effect, or would keep their
+# result. Put back before the end, a mode would not be missed there.
+_REPLACED = {
+    "torch": "get_rng_state initial_seed manual_seed seed set_default_dtype set_deterministic_debug_mode "
+    "set_float32_matmul_precision set_rng_state use_deterministic_algorithms",
     "torch.random": "initial_seed manual_seed seed",
     "random": "betavariate choice choices expovariate gammavariate gauss getrandbits lognormvariate normalvariate "
     "paretovariate randbytes randint random randrange sample seed shuffle triangular uniform vonmisesvariate",
@@ -233,14 +233,13 @@ def _trace_alone() -> Iterator[None]:
     torch.utils.checkpoint reads and sets the state of torch's generator, to draw the same masks again. In a trace both
     become operators of the graph. A seed or a mode would be set in the trace alone.
     """
-    replaced = [("torch", "get_rng_state", random.random_state), ("torch", "set_rng_state", random.set_random_state)]
-    for module_name, names in _REFUSED.items():
-        for name in names.split():
-            replaced.append((module_name, name, partial(_refuse_call, f"{module_name}.{name}")))
+    states = {"get_rng_state": random.random_state, "set_rng_state": random.set_random_state}
     with TRACING, _compat.outside_modes(), count_writes(), ExitStack() as patches:
-        for module_name, name, f in replaced:
+        for module_name, names in _REPLACED.items():
             module = import_module(module_name)
-            patches.enter_context(patch.object(module, name, _replace_in_traces(getattr(module, name), f)))
+            for name in names.split():
+                f = states.get(name, partial(_refuse_call, f"{module_name}.{name}"))
+                patches.enter_context(patch.object(module, name, _replace_in_traces(getattr(module, name), f)))
         yield
 
 

@@ -196,7 +196,7 @@ BY_POSITION = "but the function takes 2 arguments by position. Count from 0."
 OPTIONS = [
     (
         {"static_argnums": ("by",)},
-        "static_argnums must be one or more positions of arguments, counted from 0. Got ('by',).",
+        "expected static_argnums to be one or more positions of arguments, counted from 0, got ('by',)",
     ),
     ({"static_argnums": (1, 2)}, f"static_argnums=(1, 2) names argument 2, {BY_POSITION}"),
     ({"donate_argnums": 3}, f"donate_argnums=(3,) names argument 3, {BY_POSITION}"),
@@ -208,7 +208,7 @@ OPTIONS = [
         {"donate_argnums": 1, "static_argnames": "by"},
         "argument 1 is static and in donate_argnums. A static argument has no memory to donate.",
     ),
-    ({"static_argnames": (1,)}, "static_argnames must be one or more names of arguments. Got (1,)."),
+    ({"static_argnames": (1,)}, "expected static_argnames to be one or more names of arguments, got (1,)"),
     (
         {"static_argnames": "bye"},
         "static_argnames has 'bye', but the function takes no argument of this name. Its arguments are x, by.",
