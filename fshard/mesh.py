@@ -20,15 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fshard import _compat
-from fshard.comm import (
-    CollectiveError,
-    Meeting,
-    connect_groups,
-    is_simulated,
-    list_peers,
-    rank_state,
-    wake_waiting,
-)
+from fshard.comm import CollectiveError, Meeting, connect_groups, is_simulated, list_peers, rank_state, wake_waiting
 from fshard.comm.links import find_host
 from fshard.comm.processes import find_machine
 from fshard.comm.sockets import STORE_CLIENTS, allow_sockets, sockets_of_mesh

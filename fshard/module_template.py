@@ -392,7 +392,7 @@ def _take_snapshot(attributes: Iterable[dict[str, Any]]) -> Callable[[], bool]:
     values: list[Any] = list(attributes)
     # The loop also visits values appended below.
     for value in values:
-        if isinstance(value, torch.Tensor):
+        if torch.is_tensor(value):
             versions.append((value, _compat.version(value)))
         elif type(value) is tuple:
             values.extend(value)

@@ -63,7 +63,7 @@ def _integers(value: Any) -> torch.Tensor | None:
     """Make a tensor of a whole number of 64 bits, or of a tensor of integers; None of all else."""
     if type(value) is int and -(2**63) <= value < 2**63:
         return torch.tensor(value)
-    if not isinstance(value, torch.Tensor):
+    if not torch.is_tensor(value):
         return None
     is_integer = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
     return value if is_integer else None

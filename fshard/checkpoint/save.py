@@ -127,7 +127,7 @@ def _start(
 def read_step(state: Tree, step: Any) -> int:
     """Return the step to save a state as, and refuse it unless it is a whole number."""
     number: Any = getattr(state, "step", None) if step is None else step
-    if isinstance(number, torch.Tensor) and number.numel() == 1:
+    if torch.is_tensor(number) and number.numel() == 1:
         number = number.item()
     is_step = type(number) is int and 0 <= number < 10**18
     if not is_step:

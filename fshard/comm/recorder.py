@@ -22,12 +22,7 @@ from fshard.comm.events import (
     describe_tensors,
     encode_label,
 )
-from fshard.comm.failure import (
-    describe_failure,
-    fail_collective,
-    make_error,
-    notify_peers,
-)
+from fshard.comm.failure import describe_failure, fail_collective, make_error, notify_peers
 from fshard.comm.groups import PendingCollective, rank_state
 from fshard.comm.links import Merge, swap_in_rounds
 from fshard.tree import Axis

@@ -196,7 +196,7 @@ class Drawing(_compat.DispatchMode):
         generator = self._generator
         shared = torch.default_generator
         is_random = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
-        is_elsewhere = any(isinstance(arg, torch.Tensor) and arg.device.type != "cpu" for arg in args)
+        is_elsewhere = any(torch.is_tensor(arg) and arg.device.type != "cpu" for arg in args)
         if not is_random or is_elsewhere or shared.initial_seed() != generator.initial_seed():
             return func(*args, **kwargs)
         if any(argument.name == "generator" for argument in _compat.arguments_of(func) or []):

@@ -8,14 +8,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fshard import _compat, random
-from fshard.jit.nodes import (
-    find_storages,
-    find_write_targets,
-    find_written_reshapes,
-    is_impure,
-    is_random,
-    is_view,
-)
+from fshard.jit.nodes import find_storages, find_write_targets, find_written_reshapes, is_impure, is_random, is_view
 
 
 def fold_views_and_remove_dead_nodes(graph: Graph) -> None:
@@ -58,7 +51,7 @@ def _fold_views(graph: Graph) -> None:
 def _describe_geometry(node: Node) -> Any:
     """Describe how a tensor views its memory; None if it is no tensor, or if a size is only known when it runs."""
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+    if not torch.is_tensor(value) or value.layout is not torch.strided:
         return None
     numbers = (*value.shape, *value.stride(), value.storage_offset())
     if not all(isinstance(number, int) for number in numbers):

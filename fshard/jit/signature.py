@@ -96,7 +96,7 @@ def _refuse_unhashable(flat: Flat) -> None:
 def complete_outline(outline: Signature, flat: Flat) -> Signature:
     """Make the whole signature of a call from its outline and its arguments."""
     tensors = flat.tensors
-    avals = tuple([make_aval(tensor) if isinstance(tensor, torch.Tensor) else None for tensor in tensors])
+    avals = tuple([make_aval(tensor) if torch.is_tensor(tensor) else None for tensor in tensors])
     # A function may ask whether `a is b`.
     objects = [*compress(tensors, avals), *(leaf for leaf in flat.leaves if isinstance(leaf, Sharded))]
     places: dict[int, int] = {}

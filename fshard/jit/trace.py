@@ -127,7 +127,7 @@ def trace(flat: Flat, f: Callable[..., Any], usage: TracedUsage | None = None) -
     refuse_donated("jit", flat)
     flat = replace_abstract(flat)
     tensors = flat.tensors
-    input_leaves = [i for i, tensor in enumerate(tensors) if isinstance(tensor, torch.Tensor)]
+    input_leaves = [i for i, tensor in enumerate(tensors) if torch.is_tensor(tensor)]
     examples = _make_examples([tensors[i] for i in input_leaves])
     # A graph has the tensors of the result; its structure goes by this list.
     results: list[Flat] = []
@@ -149,7 +149,7 @@ def trace(flat: Flat, f: Callable[..., Any], usage: TracedUsage | None = None) -
     specs = attributes_of(result.leaves, "spec")
     # The constants are listed before passes remove operators whose result was only read for its value.
     constants = [getattr(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr")]
-    captured = list({id(x): x for x in (*constants, *tensors_read) if isinstance(x, torch.Tensor)}.values())
+    captured = list({id(x): x for x in (*constants, *tensors_read) if torch.is_tensor(x)}.values())
     _refuse_captures(captured, result)
     return Traced(module, input_leaves, result.treedef, specs, captured)
 

@@ -17,12 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fshard import comm
-from fshard._compat import (
-    ThreadedCollective,
-    hide_trace_from_pytest,
-    shared_dual_level,
-    threaded_process_groups,
-)
+from fshard._compat import ThreadedCollective, hide_trace_from_pytest, shared_dual_level, threaded_process_groups
 from fshard.errors import expect
 from fshard.testing.workers import RankError, Workers, check_program, describe_failure, failed_rank, stuck_ranks
 

@@ -1,35 +1,10 @@
 """Leaves and their specs: Sharded, Spec, Axis, P; pytrees of them; shape arithmetic."""
 
-from fshard.tree.abstract import (
-    device_of,
-    is_abstract,
-    storage_device,
-)
+from fshard.tree.abstract import device_of, is_abstract, storage_device
 from fshard.tree.exact import Exact
-from fshard.tree.flat import (
-    Flat,
-    Tree,
-    Treedef,
-    flatten,
-    grouped,
-    has_plain_keys,
-    leaves_of,
-    unflatten,
-)
-from fshard.tree.maps import (
-    cast_floating,
-    map_leaves,
-    map_nodes,
-    take_tensors,
-    tree_leaves,
-    tree_map,
-)
-from fshard.tree.masks import (
-    MASK,
-    Mask,
-    is_mask,
-    matches,
-)
+from fshard.tree.flat import Flat, Tree, Treedef, flatten, grouped, has_plain_keys, leaves_of, unflatten
+from fshard.tree.maps import cast_floating, map_leaves, map_nodes, take_tensors, tree_leaves, tree_map
+from fshard.tree.masks import MASK, Mask, is_mask, matches
 from fshard.tree.nodes import (
     Sharded,
     attributes_of,
@@ -42,10 +17,4 @@ from fshard.tree.nodes import (
     tensors_of,
 )
 from fshard.tree.register import register_dataclass
-from fshard.tree.specs import (
-    Axis,
-    ModelDtypes,
-    P,
-    ReshardPolicy,
-    Spec,
-)
+from fshard.tree.specs import Axis, ModelDtypes, P, ReshardPolicy, Spec

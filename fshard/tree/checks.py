@@ -42,7 +42,7 @@ def describe(leaf: Any) -> str:
     # In a trace a fake tensor stands for the user's plain one.
     if _compat.is_tracing() and _compat.is_fake(leaf):
         name = "Tensor"
-    if isinstance(leaf, torch.Tensor):
+    if torch.is_tensor(leaf):
         name = f"{str(leaf.dtype).removeprefix('torch.')} {name} of shape {tuple(leaf.shape)}"
     if is_donated(leaf):
         name += " that was donated to an earlier call"
@@ -92,7 +92,7 @@ def refuse_frozen_counters(api_name: str, given: Tree) -> None:
         return
 
     def describe_counter(leaf: Any) -> str | None:
-        is_counter = isinstance(leaf, torch.Tensor) and leaf.is_cpu and not leaf.dim()
+        is_counter = torch.is_tensor(leaf) and leaf.is_cpu and not leaf.dim()
         return f"{describe(leaf)} on the CPU" if is_counter else None
 
     headline = f"{api_name}: a graph is being captured, and its replays would not change these numbers"
@@ -161,7 +161,7 @@ def check_numbers(api_name: str, allowed: Range, **arguments: Any) -> None:
         ValueError: as `check_arguments`.
     """
     for name, value in arguments.items():
-        if isinstance(value, torch.Tensor):
+        if torch.is_tensor(value):
             holds = value.shape in ((), (1,)) and not value.is_complex() and value.dtype is not torch.bool
             shown = describe(value)
         else:
@@ -325,7 +325,7 @@ def check_floating(api_name: str, flat: Flat) -> None:
 
     def misfit(leaf: Any) -> Misfit:
         tensor = tensor_of(leaf)
-        if not is_trained(leaf) or (isinstance(tensor, torch.Tensor) and is_differentiable(tensor)):
+        if not is_trained(leaf) or (torch.is_tensor(tensor) and is_differentiable(tensor)):
             return None
         return describe(tensor), "a floating tensor"
 
@@ -496,7 +496,7 @@ def check_operands(api_name: str, tree: Tree, axis: Axis, dim: int | None = None
         tensor = tensor_of(leaf)
         if leaf is None:
             return None
-        if not isinstance(tensor, torch.Tensor) or dim not in (None, *range(tensor.dim())):
+        if not torch.is_tensor(tensor) or dim not in (None, *range(tensor.dim())):
             expected = "a tensor" if dim is None else f"a tensor with a dim {dim}, counted from the front"
             return describe(tensor), expected
         if vary is None or axis.size == 1 or not is_sharded(leaf) or axis not in leaf.spec.axes:
@@ -537,7 +537,7 @@ def check_loss(loss: Any, reduce: str, api_name: str) -> None:
         value, count = loss
         name = "sum"
         check_count(count, api_name)
-    if not isinstance(value, torch.Tensor) or value.dim() or not value.is_floating_point():
+    if not torch.is_tensor(value) or value.dim() or not value.is_floating_point():
         raise ValueError(
             f"{api_name}: the {name} must be a floating scalar tensor, got {describe(value)}. Sum or average it over "
             "the batch. A function that returns (loss, aux) needs has_aux=True."
@@ -546,7 +546,7 @@ def check_loss(loss: Any, reduce: str, api_name: str) -> None:
 
 def check_count(count: Any, api_name: str) -> None:
     """Refuse a count that is no scalar, or is differentiated: sums are divided by it as by a constant."""
-    scalar = isinstance(count, torch.Tensor) and not count.dim() and not count.is_complex()
+    scalar = torch.is_tensor(count) and not count.dim() and not count.is_complex()
     expect(scalar, api_name, "the count to be a real scalar tensor", describe(count), "torch.tensor makes one")
     if count.requires_grad or _compat.any_dual([count]):
         raise ValueError(

@@ -106,7 +106,7 @@ def take_tensors(tree: Tree) -> tuple[list[torch.Tensor], Callable[[Iterable[Any
     (1, {'a': 3, 'b': 'text'})
     """
     leaves, treedef = optree.tree_flatten(tree)
-    tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    tensors = {i: leaf for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)}
     for i in tensors:
         leaves[i] = None
 
@@ -126,7 +126,7 @@ def cast_floating(tree: Tree, dtype: torch.dtype | None) -> Tree:
         return tree
 
     def cast(x: Any) -> Any:
-        if isinstance(x, torch.Tensor) and x.is_floating_point():
+        if torch.is_tensor(x) and x.is_floating_point():
             return x.to(dtype)
         if is_dataclass(x) and not isinstance(x, type):
             field_values = {field.name: getattr(x, field.name) for field in fields(x) if field.init}
@@ -146,7 +146,7 @@ def _check_beside(expected: Flat, flat: Flat) -> None:
             return None
         spec = expected_leaf.spec
         if not is_sharded(leaf):
-            is_full = isinstance(leaf, torch.Tensor) and leaf.shape == spec.shape != spec.local_shape
+            is_full = torch.is_tensor(leaf) and leaf.shape == spec.shape != spec.local_shape
             return ("a full tensor", f"a Sharded leaf with {spec.partition}") if is_full else None
         return describe_difference(leaf.spec, spec)
 
