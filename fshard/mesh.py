@@ -270,12 +270,7 @@ def _find_rows(ranks: torch.Tensor, rank: int) -> list[list[int]]:
     return rows
 
 
-def _make_groups(
-    rows: Sequence[list[int]],
-    limit: timedelta,
-    has_group: Sequence[bool],
-    meeting: Meeting,
-) -> list[Any]:
+def _make_groups(rows: Sequence[list[int]], limit: timedelta, has_group: Sequence[bool], meeting: Meeting) -> list[Any]:
     """Find the process groups of a mesh's axes that all ranks have, and make the others."""
     groups: dict[tuple[int, ...], Any] = {}
     # The first mesh of a run has the default group alone, as all ranks do.
@@ -325,13 +320,7 @@ def _meet(limit: timedelta) -> Iterator[Meeting]:
         raise
 
 
-def _make_request(
-    mesh: str,
-    device: str,
-    rows: Sequence[list[int]],
-    limit: timedelta,
-    meeting: Meeting,
-) -> _Request:
+def _make_request(mesh: str, device: str, rows: Sequence[list[int]], limit: timedelta, meeting: Meeting) -> _Request:
     """What this rank brings; where torch.distributed does not run, there are no groups."""
     has_group: list[bool] = []
     generation = 0

@@ -87,12 +87,7 @@ class ModuleTemplate:
             submodule.__class__ = classes.setdefault(cls, _make_scoped_class(cls))
             submodule.__dict__["_fshard_scope"] = scope
 
-    def bind(
-        self,
-        values: Mapping[str, torch.Tensor],
-        buffers: Mapping[str, torch.Tensor],
-        dtypes: Dtypes,
-    ) -> None:
+    def bind(self, values: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], dtypes: Dtypes) -> None:
         """Give the copy what it computes with.
 
         Args:

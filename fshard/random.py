@@ -13,8 +13,7 @@ from fshard.tree import Axis
 from fshard.tree.checks import describe, refuse_donated
 from fshard.tree.flat import flatten
 
-__all__ = ["EFFECTS", "fold_in", "keeping_generators", "key_of"]
-__all__ += ["random_state", "restoring_state", "seed", "seeded", "set_random_state", "words_at"]
+__all__ = ["EFFECTS", "keeping_generators", "random_state", "seed", "set_random_state"]
 
 
 def fold_in(key: torch.Tensor | int, data: torch.Tensor | int | Axis) -> torch.Tensor:

@@ -171,11 +171,7 @@ def _describe_misfit(leaf: Any) -> tuple[str, str] | None:
     return describe(local), f"None, a bool, an int, a float, a str, or {tensors}"
 
 
-def choose_boxes(
-    rank: int,
-    tensors: Mapping[str, Any],
-    holders: Mapping[str, Sequence[int]],
-) -> dict[str, LocalBox]:
+def choose_boxes(rank: int, tensors: Mapping[str, Any], holders: Mapping[str, Sequence[int]]) -> dict[str, LocalBox]:
     """Choose the boxes that this rank writes: of those that the same ranks hold, each writes about as many bytes."""
     boxes = {}
     bytes_of_ranks = defaultdict[tuple[int, ...], Counter[int]](Counter)

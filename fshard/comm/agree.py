@@ -165,11 +165,7 @@ class _FactsOfRank(NamedTuple):
     text: str
 
 
-def _find_differing_facts(
-    facts: Mapping[Axis, str],
-    label: Label,
-    failure_text: str = "",
-) -> list[_FactsOfRank]:
+def _find_differing_facts(facts: Mapping[Axis, str], label: Label, failure_text: str = "") -> list[_FactsOfRank]:
     """Compare facts over their axes: find those of a rank and of the first that differs, the same on every rank.
 
     Ranks exchange digests over one axis after another, in the order of their names. Ranks that have the same place on

@@ -16,7 +16,6 @@ __all__ = ["find_collective", "find_inputs", "find_last_uses", "find_results", "
 __all__ += [
     "find_values",
     "find_write_targets",
-    "find_written_reshapes",
     "is_impure",
     "is_random",
     "is_view",

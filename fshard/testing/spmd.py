@@ -19,7 +19,8 @@ import torch.distributed as dist
 from fshard import comm
 from fshard._compat import ThreadedCollective, hide_trace_from_pytest, shared_dual_level, threaded_process_groups
 from fshard.errors import expect
-from fshard.testing.workers import RankError, Workers, check_program, describe_failure, failed_rank, stuck_ranks
+from fshard.testing.workers import RankError, Workers, describe_failure, failed_rank, stuck_ranks
+from fshard.tree.checks import SECONDS, check_arguments
 
 T = TypeVar("T")
 
@@ -65,7 +66,7 @@ def spmd(f: Callable[[], T], world: int | Workers, timeout: float | None = None)
     if isinstance(world, Workers):
         return world.run(f, timeout)
     timeout = SIMULATION_SECONDS if timeout is None else timeout
-    check_program("spmd", f, timeout)
+    check_arguments("spmd", SECONDS, timeout=timeout)
     is_in_range = type(world) is int and 1 <= world <= MAX_THREADS
     expect(is_in_range, "spmd", f"world to be Workers, or a whole number from 1 to {MAX_THREADS}", f"{world!r:.40}")
     simulation = _Simulation(f, world, timeout)

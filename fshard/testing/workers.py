@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 
 from fshard import comm
-from fshard.errors import describe_error, expect, is_users_file
-from fshard.tree.checks import NUMBER, SECONDS, check_arguments, describe
+from fshard.errors import describe_error, is_users_file
+from fshard.tree.checks import NUMBER, SECONDS, check_arguments
 
 T = TypeVar("T")
 
@@ -67,12 +67,6 @@ class RankError(RuntimeError):
 
     # Its public name, which is shorter where a summary of failing tests has few columns.
     __module__ = "fshard.testing"
-
-
-def check_program(api_name: str, f: Any, timeout: Any) -> None:
-    """Refuse a program that is no function, such as the result of one, and a timeout that is none."""
-    expect(callable(f), api_name, "f to be a function without arguments", describe(f))
-    check_arguments(api_name, SECONDS, timeout=timeout)
 
 
 def failed_rank(rank: int, world: int, failure: str) -> RankError:
@@ -178,7 +172,7 @@ class Workers:
         if self._closed:
             raise RuntimeError("Workers: run was called after close; make new Workers")
         timeout = self.timeout if timeout is None else timeout
-        check_program("Workers", f, timeout)
+        check_arguments("Workers", SECONDS, timeout=timeout)
         if not self._kill.alive:
             self._start()
         self._send(pickle.dumps((sys.path, _dumps(f))))

@@ -89,12 +89,7 @@ class _Composed(Container):
 
         return finish
 
-    def start_scatter(
-        self,
-        grads: Tensors,
-        specs: Specs,
-        states: States | None = None,
-    ) -> Callable[[], Any]:
+    def start_scatter(self, grads: Tensors, specs: Specs, states: States | None = None) -> Callable[[], Any]:
         if states is None:
             check_stateless(self)
         old_states = states or [None] * len(grads)
