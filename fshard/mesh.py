@@ -135,7 +135,7 @@ def read_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def _read_number(name: str, otherwise: int | str, first: int = 0, last: int = 2**16 - 1) -> int:
+def _read_number(name: str, otherwise: int | str = "", first: int = 0, last: int = 65535) -> int:
     """Read a variable of the launcher."""
     text = os.environ.get(name, f"{otherwise}")
     expected = f"the variable {name} to be a whole number from {first} to {last}"
@@ -263,11 +263,7 @@ class _Request(NamedTuple):
 def _find_rows(ranks: torch.Tensor, rank: int) -> list[list[int]]:
     """List for each axis of a mesh of ranks those that differ from one there alone."""
     place = (ranks == rank).nonzero()[0].tolist()
-    rows = []
-    for dim in range(ranks.dim()):
-        row = ranks[(*place[:dim], slice(None), *place[dim + 1 :])]
-        rows.append(row.tolist())
-    return rows
+    return [ranks[(*place[:dim], slice(None), *place[dim + 1 :])].tolist() for dim in range(ranks.dim())]
 
 
 def _make_groups(rows: Sequence[list[int]], limit: timedelta, has_group: Sequence[bool], meeting: Meeting) -> list[Any]:
@@ -436,10 +432,10 @@ def _store_of_launcher(limit: timedelta) -> tuple[_compat.StoreClient, int, int]
 
     What is written by the client that this returns is of this start alone.
     """
-    ranks = _read_number("WORLD_SIZE", "", first=1)
+    ranks = _read_number("WORLD_SIZE", first=1)
     # A rank beyond them would wait for a store that others may not have, or take part in the start of other ranks.
-    rank = _read_number("RANK", "", last=ranks - 1)
-    _read_number("MASTER_PORT", "")
+    rank = _read_number("RANK", last=ranks - 1)
+    _read_number("MASTER_PORT")
     # Torch would let rank 0 wait for as many ranks as it is told of, without saying which have not come.
     meets = dist.rendezvous("env://", world_size=1, timeout=limit)  # type: ignore[attr-defined]
     is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -452,9 +448,9 @@ def _store_of_launcher(limit: timedelta) -> tuple[_compat.StoreClient, int, int]
     try:
         client = _compat.StoreClient(connect)
     except dist.DistError as error:
-        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        expected = f"the store of rank 0 or of the launcher at {place} within {limit.total_seconds():g} s"
-        raise CollectiveError(f"init_mesh: expected {expected}, got: {error!s:.300}") from error
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within {limit.total_seconds():g} s"
+        text = f"init_mesh: expected the store of rank 0 or of the launcher at {place}, got: {error!s:.300}"
+        raise CollectiveError(text) from error
     # Where torchrun restarts ranks, its store has the addresses of ranks that were killed, and a rank that reads one
     # before it is written anew cannot connect (pytorch#135712). Several nodes count restarts apart.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_launchers and has_one_node else "0"

@@ -46,7 +46,6 @@ from fshard.tree.checks import (
     check_loss,
     check_reduce,
     describe,
-    explain_donated,
     is_differentiated,
     refuse_writes,
 )
@@ -118,9 +117,7 @@ def value_and_grad(
 
     def run(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         functions = [lambda tree: f(tree, *args, **kwargs)]
-        differentiation = _Differentiation(options, functions, params)
-        with explain_donated("value_and_grad", args=args, kwargs=kwargs):
-            value, (aux,), grads, *state = differentiation.run()
+        value, (aux,), grads, *state = _Differentiation(options, functions, params).run()
         objective = (value, aux) if has_aux else value
         return objective, grads, *state
 
@@ -433,8 +430,7 @@ def accumulate(
         order = find_order("accumulate", reduction_order)
         chosen = order.choose_communication("accumulate", params, communicate)
         differentiation = _Differentiation(options._replace(communicate=chosen), functions, params)
-        with explain_donated("accumulate", microbatches=microbatches, args=args, kwargs=kwargs):
-            value, auxes, grads, *state = differentiation.run()
+        value, auxes, grads, *state = differentiation.run()
         objective = (value, auxes) if has_aux else value
         return objective, grads, *state
 

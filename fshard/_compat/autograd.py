@@ -220,7 +220,7 @@ def in_reentrant_checkpoint() -> bool:
     frame = next(frames_of(CheckpointFunction.forward.__code__), None)
     if frame is None:
         return False
-    given = (argument for argument in frame.f_locals["args"] if isinstance(argument, torch.Tensor))
+    given = (argument for argument in frame.f_locals["args"] if torch.is_tensor(argument))
     return bool(frame.f_locals["ctx"].next_functions) or not any(tensor.requires_grad for tensor in given)
 
 

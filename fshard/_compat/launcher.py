@@ -24,8 +24,7 @@ def report_to_launcher(text: str) -> None:
         return
     with suppress(Exception):
         print(text, file=sys.stderr, flush=True)
-    is_replaceable = os.path.isfile(path) or not os.path.exists(path)
-    if is_replaceable:
+    if os.path.isfile(path) or not os.path.exists(path):
         with suppress(OSError):
             _write_error_file(path, text)
 

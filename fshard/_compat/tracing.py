@@ -209,7 +209,7 @@ def make_graph_of(
 
     def noted(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
         if torch.Tag.data_dependent_output in func.tags:
-            read.extend(given for given in args if isinstance(given, torch.Tensor) and not is_fake(given))
+            read.extend(given for given in args if torch.is_tensor(given) and not is_fake(given))
         last = next(iter(reversed(mode.tracer.graph.nodes)), None)
         result: Any = call(mode, func, pre_dispatch, args, kwargs)
         nodes = list(itertools.takewhile(lambda node: node is not last, reversed(mode.tracer.graph.nodes)))

@@ -83,7 +83,7 @@ class Entry(NamedTuple):
 
 def is_tensor(leaf: Any) -> bool:
     """Whether a leaf holds elements: a tensor, or Sharded."""
-    return is_sharded(leaf) or isinstance(leaf, torch.Tensor)
+    return is_sharded(leaf) or torch.is_tensor(leaf)
 
 
 def local_box(leaf: Any) -> LocalBox:

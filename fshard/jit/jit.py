@@ -371,8 +371,9 @@ def jit(
     donated = _read_several(_POSITIONS, "donate_argnums", donate_argnums)
     static_numbers = _read_several(_POSITIONS, "static_argnums", static_argnums)
     static_names = _read_several(_NAMES, "static_argnames", static_argnames)
-    is_backend = callable(backend) or backend in BACKENDS
-    expect(is_backend, "jit", f"backend to be one of {BACKENDS} or a function", repr(backend))
+    expect(
+        callable(backend) or backend in BACKENDS, "jit", f"backend to be one of {BACKENDS} or a function", repr(backend)
+    )
     are_passes = isinstance(passes, list | tuple) and all(isinstance(graph_pass, GraphPass) for graph_pass in passes)
     expect(are_passes, "jit", "passes to be a tuple of hashable functions of a graph, each with a name", repr(passes))
 

@@ -74,7 +74,14 @@ def make_outline(flat: Flat) -> Signature:
     try:
         values = tuple([leaf.spec.exact if isinstance(leaf, Sharded) else _describe_leaf(leaf) for leaf in flat.leaves])
     except TypeError:
-        _refuse_unhashable(flat)
+        remedy = (
+            "Pass tensors in dicts, lists, tuples or classes of fs.register_dataclass (dict(batch) of a batch of "
+            "transformers), or a hashable value."
+        )
+        for path, leaf in flat.named_leaves:
+            if not isinstance(leaf, torch.Tensor | Sharded):
+                # Refuses the first one that cannot be hashed.
+                make_exact(leaf, path, remedy)
         raise
     keys = "" if has_plain_keys(flat.treedef) else str(flat.treedef)
     return Signature(
@@ -82,23 +89,12 @@ def make_outline(flat: Flat) -> Signature:
     )
 
 
-def _refuse_unhashable(flat: Flat) -> None:
-    """Refuse the first leaf that cannot be hashed, with its path."""
-    for path, leaf in flat.named_leaves:
-        if not isinstance(leaf, torch.Tensor | Sharded):
-            remedy = (
-                "Pass tensors in dicts, lists, tuples or classes of fs.register_dataclass (dict(batch) of a batch of "
-                "transformers), or a hashable value."
-            )
-            make_exact(leaf, path, remedy)
-
-
 def complete_outline(outline: Signature, flat: Flat) -> Signature:
     """Make the whole signature of a call from its outline and its arguments."""
     tensors = flat.tensors
     avals = tuple([make_aval(tensor) if torch.is_tensor(tensor) else None for tensor in tensors])
     # A function may ask whether `a is b`.
-    objects = [*compress(tensors, avals), *(leaf for leaf in flat.leaves if isinstance(leaf, Sharded))]
+    objects = [*compress(tensors, avals), *flat.sharded]
     places: dict[int, int] = {}
     firsts = tuple([places.setdefault(id(leaf), place) for place, leaf in enumerate(objects)])
     return outline._replace(avals=avals, same=firsts if len(places) < len(firsts) else ())

@@ -35,18 +35,6 @@ from fshard.tree.checks import check_tensors, count_writes, describe, refuse_don
 
 # Tracing and compiling patch global state of the process, so only one thread may do either at a time.
 TRACING = threading.Lock()
-# By their modules, functions that a trace replaces or refuses: a graph does not have their effect, or would keep their
-# result. Put back before the end, a mode would not be missed there.
-_REPLACED = {
-    "torch": "get_rng_state initial_seed manual_seed seed set_default_dtype set_deterministic_debug_mode "
-    "set_float32_matmul_precision set_rng_state use_deterministic_algorithms",
-    "torch.random": "initial_seed manual_seed seed",
-    "random": "betavariate choice choices expovariate gammavariate gauss getrandbits lognormvariate normalvariate "
-    "paretovariate randbytes randint random randrange sample seed shuffle triangular uniform vonmisesvariate",
-    "numpy.random": "beta binomial bytes choice exponential gamma geometric laplace lognormal "
-    "multinomial multivariate_normal normal permutation poisson rand randint randn random random_sample seed shuffle "
-    "standard_normal uniform",
-}
 # Methods whose result a tensor without values does not have, or whose result changes from call to call. The result of a
 # tensor that the function closes over would go stale.
 _UNTRACEABLE_METHODS = ("storage", "untyped_storage", "storage_offset", "data_ptr", "is_set_to", "tolist", "numpy")
@@ -217,8 +205,10 @@ def replace_abstract(flat: Flat) -> Flat:
 
 
 def _refuse_call(name: str, *_: Any, **__: Any) -> None:
-    remedy = "Call it outside of the function. For random numbers, give model.apply(..., key=...) a key"
-    raise ValueError(f"jit: later calls would not run {name}. {remedy}.")
+    raise ValueError(
+        f"jit: later calls would not run {name}. Call it outside of the function. For random numbers, give "
+        "model.apply(..., key=...) a key."
+    )
 
 
 def _replace_in_traces(eager: Callable[..., Any], f: Callable[..., Any]) -> Callable[..., Any]:
@@ -233,9 +223,21 @@ def _trace_alone() -> Iterator[None]:
     torch.utils.checkpoint reads and sets the state of torch's generator, to draw the same masks again. In a trace both
     become operators of the graph. A seed or a mode would be set in the trace alone.
     """
+    # Of each module the functions that a trace replaces or refuses: a graph does not have their effect, or would keep
+    # their result. A mode that is put back before the end would not be missed there.
+    names_by_module = {
+        "torch": "get_rng_state initial_seed manual_seed seed set_default_dtype set_deterministic_debug_mode "
+        "set_float32_matmul_precision set_rng_state use_deterministic_algorithms",
+        "torch.random": "initial_seed manual_seed seed",
+        "random": "betavariate choice choices expovariate gammavariate gauss getrandbits lognormvariate normalvariate "
+        "paretovariate randbytes randint random randrange sample seed shuffle triangular uniform vonmisesvariate",
+        "numpy.random": "beta binomial bytes choice exponential gamma geometric laplace lognormal multinomial "
+        "multivariate_normal normal permutation poisson rand randint randn random random_sample seed shuffle "
+        "standard_normal uniform",
+    }
     states = {"get_rng_state": random.random_state, "set_rng_state": random.set_random_state}
     with TRACING, _compat.outside_modes(), count_writes(), ExitStack() as patches:
-        for module_name, names in _REPLACED.items():
+        for module_name, names in names_by_module.items():
             module = import_module(module_name)
             for name in names.split():
                 f = states.get(name, partial(_refuse_call, f"{module_name}.{name}"))

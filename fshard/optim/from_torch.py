@@ -33,7 +33,7 @@ from fshard.tree import (
     tensor_of,
     tensors_of,
 )
-from fshard.tree.checks import check_floating, describe, explain_donated, refuse_donated, refuse_frozen_counters
+from fshard.tree.checks import check_floating, describe, refuse_donated, refuse_frozen_counters
 from fshard.update import Optimizer, Updated
 
 # By the names of the torch class: its state of one parameter, and its hyperparameters.
@@ -276,8 +276,7 @@ class _WrappedClass:
                 if begun and value is not None:
                     leaf_state[name] = value
         tensors = _make_all_writable(selection.take(flat.leaves), donate)
-        with explain_donated("from_torch", grads=grads):
-            new_states = self._step(tensors, list(gradients.values()), states, hyper)
+        new_states = self._step(tensors, list(gradients.values()), states, hyper)
         new_slots = self._make_slots(slots, selection, new_states)
         new_hyper = {name: torch.as_tensor(hyper[name], dtype=torch.float64).detach() for name in state.hyper}
         new_state = TorchState(state.updates + 1, state.slots | new_slots, new_hyper, counts)

@@ -63,13 +63,13 @@ def spmd(f: Callable[[], T], world: int | Workers, timeout: float | None = None)
     """
     # Reports of pytest end at the line of the test.
     __tracebackhide__ = True
+    if timeout is not None:
+        check_arguments("spmd", SECONDS, timeout=timeout)
     if isinstance(world, Workers):
         return world.run(f, timeout)
-    timeout = SIMULATION_SECONDS if timeout is None else timeout
-    check_arguments("spmd", SECONDS, timeout=timeout)
     is_in_range = type(world) is int and 1 <= world <= MAX_THREADS
     expect(is_in_range, "spmd", f"world to be Workers, or a whole number from 1 to {MAX_THREADS}", f"{world!r:.40}")
-    simulation = _Simulation(f, world, timeout)
+    simulation = _Simulation(f, world, SIMULATION_SECONDS if timeout is None else timeout)
     with threaded_process_groups(simulation.join), shared_dual_level(), hide_trace_from_pytest():
         try:
             return simulation.run()

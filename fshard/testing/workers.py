@@ -171,12 +171,10 @@ class Workers:
         __tracebackhide__ = True
         if self._closed:
             raise RuntimeError("Workers: run was called after close; make new Workers")
-        timeout = self.timeout if timeout is None else timeout
-        check_arguments("Workers", SECONDS, timeout=timeout)
         if not self._kill.alive:
             self._start()
         self._send(pickle.dumps((sys.path, _dumps(f))))
-        return self._collect(timeout)
+        return self._collect(self.timeout if timeout is None else timeout)
 
     def close(self) -> None:
         """Destroy the process group and end the workers.

@@ -256,13 +256,10 @@ def refuse_donated(api_name: str, flat: Flat) -> None:
     if not any(attributes_of(flat.tensors, DONATED)):
         return
 
-    def misfit(leaf: Any) -> Misfit:
-        if is_donated(leaf):
-            return "was donated to an earlier call, so it is empty now"
-        return None
-
+    text = "was donated to an earlier call, so it is empty now"
+    problems = flat.problems(lambda leaf: text if is_donated(leaf) else None)
     remedy = "use what that call returned, or do not donate them. If it failed, restore the last checkpoint"
-    refuse(f"{api_name}: arguments were donated", flat.problems(misfit), remedy)
+    refuse(f"{api_name}: arguments were donated", problems, remedy)
 
 
 @contextmanager
@@ -288,14 +285,13 @@ def refuse_abstract(api_name: str, flat: Flat) -> None:
     if _compat.is_tracing() or not any(map(is_abstract, flat.leaves)):
         return
 
-    def misfit(leaf: Any) -> Misfit:
-        return "has a shape, but no values" if getattr(tensor_of(leaf), "is_meta", False) else None
-
+    text = "has a shape, but no values"
+    problems = flat.problems(lambda leaf: text if getattr(tensor_of(leaf), "is_meta", False) else None)
     remedy = (
         "fill the state with fs.checkpoint.restore(directory, like=state), or make it with values: leave out abstract= "
         "in model.init"
     )
-    refuse(f"{api_name}: leaves are abstract", flat.problems(misfit), remedy)
+    refuse(f"{api_name}: leaves are abstract", problems, remedy)
 
 
 def check_tensors(api_name: str, flat: Flat) -> None:
@@ -304,15 +300,13 @@ def check_tensors(api_name: str, flat: Flat) -> None:
         return
     refuse_donated(api_name, flat)
 
-    def misfit(leaf: Any) -> Misfit:
-        if isinstance(leaf, Sharded | torch.Tensor | None):
-            return None
-        return describe(leaf), "a Sharded leaf or a tensor"
-
+    expected = "a Sharded leaf or a tensor"
+    is_fit = (Sharded, torch.Tensor, type(None))
+    problems = flat.problems(lambda leaf: None if isinstance(leaf, is_fit) else (describe(leaf), expected))
     remedy = tree_remedy(
         flat.leaves, "keep other values out of the tree. Of a module, pass the parameters of model.init"
     )
-    refuse(f"{api_name}: leaves are no tensors", flat.problems(misfit), remedy)
+    refuse(f"{api_name}: leaves are no tensors", problems, remedy)
 
 
 def is_differentiable(tensor: torch.Tensor) -> bool:
@@ -394,7 +388,7 @@ def check_local(api_name: str, flat: Flat, *, needs_values: bool = True) -> None
     def misfit(leaf: Any) -> Misfit:
         if _hides_shards(leaf):
             return f"is {describe(leaf)}, which contains Sharded leaves but is not a pytree"
-        if not isinstance(leaf, Sharded) or getattr(leaf.local, "shape", None) == leaf.spec.local_shape:
+        if not is_sharded(leaf) or getattr(leaf.local, "shape", None) == leaf.spec.local_shape:
             return None
         return f"{describe(leaf.local)} as local tensor", f"a local tensor of shape {leaf.spec.local_shape}"
 

@@ -91,7 +91,7 @@ def test_arguments_that_make_no_sense_are_refused_by_name_before_ranks_start(cal
 def test_a_limit_that_makes_no_sense_is_refused_by_workers(workers):
     """They go on with the next program."""
     pool = workers(2)
-    with pytest.raises(ValueError, match=f"^Workers: expected {SECONDS} -1$"):
+    with pytest.raises(ValueError, match=f"^spmd: expected {SECONDS} -1$"):
         spmd(dist.get_rank, pool, timeout=-1)
     assert pool.run(dist.get_rank) == [0, 1]
 

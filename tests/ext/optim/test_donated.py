@@ -98,34 +98,32 @@ def test_what_was_donated_is_named_by_models_tools_and_messages_about_one_tensor
 
 
 @pytest.mark.parametrize("shape", [(3,), ()])
-@pytest.mark.parametrize("name", ("sgd", "adamw", "lars", "from_torch"))
-def test_gradients_and_slots_that_were_donated_are_named_where_an_update_fails(name, shape):
+@pytest.mark.parametrize("make", (partial(fs.sgd, momentum=0.9), fs.adamw, fs.lars))
+def test_gradients_and_slots_that_were_donated_are_named_where_an_update_fails(make, shape):
     """Torch's errors are of sizes that do not fit."""
-    make = partial(fs.from_torch, torch.optim.SGD) if name == "from_torch" else getattr(fs, name)
-    tx, params = make(lr=0.1, **{"momentum": 0.9} if name != "adamw" else {}), {"x": torch.ones(shape)}
+    tx, params = make(lr=0.1), {"x": torch.ones(shape)}
     state = tx.init(params)
-    with pytest.raises(ValueError, match=donated("(chain|from_torch)", r"\['grads'\]\['x'\]")):
+    with pytest.raises(ValueError, match=donated("chain", r"\['grads'\]\['x'\]")):
         tx.update(lose(copied(params)), state, params)
-    with pytest.raises(ValueError, match=donated("(chain|from_torch)", r"\['(state|updates)'\].*")):
+    with pytest.raises(ValueError, match=donated("chain", r"\['state'\].*")):
         tx.update(params, lose(copied(state)), params)
-    with pytest.raises(ValueError, match=donated("(chain|from_torch)", r".*\['x'\]")):
+    with pytest.raises(ValueError, match=donated("chain", r".*\['x'\]")):
         tx.update(params, state, lose(copied(params)))
 
 
-def test_arguments_of_a_loss_and_of_a_model_that_were_donated_are_named_where_it_fails():
+def test_arguments_of_a_model_that_were_donated_are_named_where_it_fails():
     model = fs.functionalize(torch.nn.Linear(3, 3))
     params, batch = model.init(fs.ddp(fs.init_mesh({"shard": -1}, device="cpu")), seed=0), lose(torch.ones(2, 3))
 
     def loss(params, x):
         return model.apply(params, x["a"]).sum()
 
-    for api_name, path, call in (
-        ("value_and_grad", r"\['args'\]\[0\]\['a'\]", lambda: fs.value_and_grad(loss)(params, {"a": batch})),
-        ("value_and_grad", r"\['kwargs'\]\['x'\]\['a'\]", lambda: fs.value_and_grad(loss)(params, x={"a": batch})),
-        ("accumulate", r"\['microbatches'\]\[0\]\['a'\]", lambda: fs.accumulate(loss)(params, [{"a": batch}])),
-        ("apply", r"\['args'\]\[0\]", lambda: model.apply(params, batch)),
-        ("apply", r"\['kwargs'\]\['input'\]", lambda: model.apply(params, input=batch)),
+    for path, call in (
+        (r"\['args'\]\[0\]", lambda: fs.value_and_grad(loss)(params, {"a": batch})),
+        (r"\['args'\]\[0\]", lambda: fs.accumulate(loss)(params, [{"a": batch}])),
+        (r"\['args'\]\[0\]", lambda: model.apply(params, batch)),
+        (r"\['kwargs'\]\['input'\]", lambda: model.apply(params, input=batch)),
     ):
-        with pytest.raises(ValueError, match=donated(api_name, path)) as error:
+        with pytest.raises(ValueError, match=donated("apply", path)) as error:
             call()
-        assert "shapes cannot be multiplied" in str(error.value.__context__.__context__ or error.value.__context__)
+        assert "shapes cannot be multiplied" in str(error.value.__context__)
