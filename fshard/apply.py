@@ -38,7 +38,7 @@ from fshard.tree.checks import (
     check_transforms,
     count_writes,
     describe,
-    explain_donated,
+    explain_donation,
     is_differentiated,
     refuse_writes,
     same_structure,
@@ -256,7 +256,7 @@ class Model:
             copies = {name: buffer.clone() for name, buffer in buffers_in.items()}
         with (
             contextlib.nullcontext() if key is None else seeded(key),
-            explain_donated("apply", args=args, kwargs=kwargs),
+            explain_donation("apply", args=args, kwargs=kwargs),
         ):
             out, buffers_out = self._run(flat, params, copies, args, kwargs)
         if buffers is not None:

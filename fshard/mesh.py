@@ -135,7 +135,12 @@ def read_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def _read_number(name: str, otherwise: int | str = "", first: int = 0, last: int = 65535) -> int:
+def _read_number(
+    name: str,
+    otherwise: int | str = "",
+    first: int = 0,
+    last: int = 65535,
+) -> int:
     """Read a variable of the launcher."""
     text = os.environ.get(name, f"{otherwise}")
     expected = f"the variable {name} to be a whole number from {first} to {last}"
@@ -266,7 +271,12 @@ def _find_rows(ranks: torch.Tensor, rank: int) -> list[list[int]]:
     return [ranks[(*place[:dim], slice(None), *place[dim + 1 :])].tolist() for dim in range(ranks.dim())]
 
 
-def _make_groups(rows: Sequence[list[int]], limit: timedelta, has_group: Sequence[bool], meeting: Meeting) -> list[Any]:
+def _make_groups(
+    rows: Sequence[list[int]],
+    limit: timedelta,
+    has_group: Sequence[bool],
+    meeting: Meeting,
+) -> list[Any]:
     """Find the process groups of a mesh's axes that all ranks have, and make the others."""
     groups: dict[tuple[int, ...], Any] = {}
     # The first mesh of a run has the default group alone, as all ranks do.
@@ -316,7 +326,13 @@ def _meet(limit: timedelta) -> Iterator[Meeting]:
         raise
 
 
-def _make_request(mesh: str, device: str, rows: Sequence[list[int]], limit: timedelta, meeting: Meeting) -> _Request:
+def _make_request(
+    mesh: str,
+    device: str,
+    rows: Sequence[list[int]],
+    limit: timedelta,
+    meeting: Meeting,
+) -> _Request:
     """What this rank brings; where torch.distributed does not run, there are no groups."""
     has_group: list[bool] = []
     generation = 0

@@ -30,7 +30,7 @@ from fshard.tree.checks import (
     check_flags,
     check_local,
     describe,
-    explain_donated,
+    explain_donation,
     mark_donated,
     refuse_frozen_counters,
     same_structure,
@@ -383,7 +383,7 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
         expect(is_own, "chain", f"a state of {len(transformations)} transformations", got, remedy)
         make: Any = None
         states = []
-        with explain_donated("chain", grads=grads, state=state, params=params):
+        with explain_donation("chain", grads=grads, state=state, params=params):
             for i, (part, kept) in enumerate(zip(transformations, state, strict=True)):
                 step = partial(run_update, "chain", f"transformations[{i}]", part, donate=donate)
                 # The graph of a traced step drops each gradient after its use.

@@ -263,7 +263,7 @@ def refuse_donated(api_name: str, flat: Flat) -> None:
 
 
 @contextmanager
-def explain_donated(api_name: str, **given: Tree) -> Iterator[None]:
+def explain_donation(api_name: str, **given: Tree) -> Iterator[None]:
     """Refuse leaves that were donated where an error is raised inside: that of torch would not name them."""
     try:
         yield
