@@ -306,14 +306,17 @@ class _Differentiation:
             del value
         values, counts, auxes = map(list, zip(*losses, strict=True))
         remaining_divisor = 1 if is_single else self._divisor(counts)
-        used_here = {leaf.path: leaf.used for leaf in call.trained}
+        paths = [leaf.path for leaf in call.trained]
+        used_here = [leaf.used for leaf in call.trained]
         total = self.sums.add_numbers(list(map(widen, values)))
         dtype = _widest_dtype(values)
         with annotate_dtype(dtype):
-            value, used = reduce_loss_and_usage(total, used_here, self.axes, self.shared_axes)
+            value, used = reduce_loss_and_usage(total, paths, used_here, self.axes, self.shared_axes)
+        for owner, is_used in zip(call.trained, used, strict=True):
+            owner.used = is_used
         by_leaf: list[Any] = [None] * len(call.leaves)
         for i, leaf in enumerate(call.leaves):
-            if leaf is not None and used.get(leaf.path):
+            if leaf is not None and leaf.used:
                 by_leaf[i] = Sharded(leaf.take_grad(remaining_divisor), self.flat.leaves[i].spec)
                 self.states[i] = leaf.transform_state
         objective = divide(self.sums.finish_numbers(value), divisor if is_single else remaining_divisor)

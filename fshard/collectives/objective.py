@@ -189,14 +189,13 @@ class TracedUsage:
         self.texts: tuple[str, ...] = ()
         self._agreed = agreed
 
-    def record(self, used: dict[str, bool], axes: Sequence[Axis]) -> dict[str, bool]:
+    def record(self, paths: Sequence[str], used: Sequence[bool], axes: Sequence[Axis]) -> Sequence[bool]:
         """Record what the next call uses on this rank, and return what some rank uses, as far as that is known."""
-        if self._agreed:
-            some_rank_uses = dict(zip(used, self._agreed[len(self.used)], strict=True))
-        else:
-            some_rank_uses = used
-        lines = [f"{path} {'used' if is_used else 'unused'}" for path, is_used in some_rank_uses.items()]
-        self.used = (*self.used, tuple(used.values()))
+        some_rank_uses = self._agreed[len(self.used)] if self._agreed else used
+        lines = [
+            f"{path} {'used' if is_used else 'unused'}" for path, is_used in zip(paths, some_rank_uses, strict=True)
+        ]
+        self.used = (*self.used, tuple(used))
         self.axes = (*self.axes, *axes)
         self.texts = (*self.texts, "\n".join(lines))
         return some_rank_uses
@@ -223,21 +222,23 @@ def agree_on_usage(usage: TracedUsage) -> Usage:
 
 def reduce_loss_and_usage(
     loss: torch.Tensor,
-    used: dict[str, bool],
+    paths: Sequence[str],
+    used: Sequence[bool],
     loss_axes: Sequence[Axis],
     shared_axes: Sequence[Axis],
-) -> tuple[torch.Tensor, dict[str, bool]]:
+) -> tuple[torch.Tensor, Sequence[bool]]:
     """Sum a loss over ranks, and find out which leaves any of them used, on a processor in the same message.
 
     Args:
         loss: This rank's loss, a scalar outside of any graph.
-        used: For each leaf's path, whether this rank used the leaf.
+        paths: The leaves' paths, for a trace.
+        used: For each leaf whether this rank used it.
         loss_axes: The mesh axes that the loss is summed over.
         shared_axes: All mesh axes whose ranks take part in the call. Ranks of axes that are not in `loss_axes` have
             equal losses.
 
     Returns:
-        The sum, and for each leaf's path whether any rank used the leaf.
+        The sum, and for each leaf whether any rank used it.
     """
     label = make_label(comm.Verb.OBJECTIVE)
     axes = [axis for axis in shared_axes if axis.size > 1]
@@ -245,24 +246,22 @@ def reduce_loss_and_usage(
     if _compat.is_tracing():
         usage = _compat.trace_notes().get("usage")
         # Ranks compare what calls in a trace use once, after the trace.
-        some_rank_uses = used if usage is None else usage.record(used, shared_axes)
+        some_rank_uses = used if usage is None else usage.record(paths, used, shared_axes)
         return _sum_loss(loss, summed_axes, label), some_rank_uses
     # The host reads the flags. On an accelerator it would have to wait for all work that was queued before them.
     if not loss.is_cpu and all(map(comm.supports_cpu_messages, axes)):
         loss = _sum_loss(loss, summed_axes, label)
-        joint_flags = comm.join_flags(list(used.values()), axes, label)
-        return loss, dict(zip(used, joint_flags, strict=True))
+        return loss, comm.join_flags(used, axes, label)
     # In the dtype of the loss, so that both can travel in one buffer. The copy does not block the host, as one from
     # pageable memory would; later work on the same stream sees it.
-    flags = torch.tensor(list(used.values()), dtype=loss.dtype, device="cpu", pin_memory=not loss.is_cpu)
+    flags = torch.tensor(used, dtype=loss.dtype, device="cpu", pin_memory=not loss.is_cpu)
     flags = flags.to(loss.device, non_blocking=True)
     for axis in axes:
         if axis in summed_axes:
             loss, flags = comm.all_reduce([loss, flags], axis, label)
         else:
             (flags,) = comm.all_reduce([flags], axis, label)
-    numbers = flags.tolist()
-    return loss, {path: number > 0 for path, number in zip(used, numbers, strict=True)}
+    return loss, [number > 0 for number in flags.tolist()]
 
 
 def _sum_loss(loss: torch.Tensor, axes: Sequence[Axis], label: comm.Label) -> torch.Tensor:
