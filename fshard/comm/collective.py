@@ -109,12 +109,12 @@ def _start(
     direct = sum_in_tree or is_direct(axis, tensors[0].device)
     local_rank = rank(axis)
     label = make_label(label, tensors, row_dims)
-    row_shapes = [tensor.shape[row_dims:] for tensor in tensors]
+    row_shapes = [tensor.shape[row_dims:] if row_dims else tensor.shape for tensor in tensors]
     row_numels = list(map(torch.Size.numel, row_shapes))
     # PACK_BYTES counts bytes of a full tensor. An all-reduce sends full tensors, other collectives one row of each.
     max_packed_bytes = PACK_BYTES if is_sum and not row_dims else PACK_BYTES / axis.size
     buckets = _bucket_small_tensors(tensors, row_numels, max_packed_bytes if direct else 0)
-    sources = [_pack(tensors, bucket, row_numels, row_dims) for bucket in buckets]
+    sources = [_pack([tensors[index] for index in bucket], row_dims) for bucket in buckets]
     buffers = op(sources, direct, axis.name, axis.size, axis.group_name, encode_label(label))
     started_on = current_stream(tensors[0].device)
 
@@ -160,20 +160,22 @@ def _bucket_small_tensors(
     for index, (tensor, row_numel) in enumerate(zip(tensors, row_numels, strict=True)):
         travels_alone = row_numel * tensor.itemsize >= max_bytes
         key = index if travels_alone else tensor.dtype
-        buckets.setdefault(key, []).append(index)
+        if key in buckets:
+            buckets[key].append(index)
+        else:
+            buckets[key] = [index]
     return list(buckets.values())
 
 
-def _pack(tensors: Tensors, bucket: Sequence[int], row_numels: Sequence[int], row_dims: int) -> torch.Tensor:
+def _pack(tensors: Tensors, row_dims: int) -> torch.Tensor:
     """Copy the tensors of a bucket into one buffer. A tensor that travels alone is its own buffer."""
-    if len(bucket) == 1:
-        return tensors[bucket[0]]
+    if len(tensors) == 1:
+        return tensors[0]
     flat = []
-    for index in bucket:
-        tensor = tensors[index]
+    for tensor in tensors:
         # A row of one dim is flat already, as that of most small tensors.
         if tensor.dim() != row_dims + 1:
-            tensor = tensor.reshape(*tensor.shape[:row_dims], row_numels[index])
+            tensor = tensor.flatten(row_dims) if tensor.dim() > row_dims else tensor.unsqueeze(-1)
         flat.append(tensor)
     return torch.cat(flat, -1)
 

@@ -130,12 +130,12 @@ class _FullyShard(BuiltIn):
         """Cut a gradient in the ranks' pieces along a new first dim."""
         if self._ends_a_number(spec, dim):
             grad = grad.unsqueeze(0)
-        missing = -grad.shape[dim] % self.axis.size
+        size = grad.shape[dim]
+        missing = -size % self.axis.size
         if missing:
             dims_behind = grad.dim() - dim - 1
             grad = pad(grad, (0, 0) * dims_behind + (0, missing))
-        rows = grad.shape[dim] // self.axis.size
-        pieces = torch.unflatten(grad, dim, (self.axis.size, rows))
+        pieces = torch.unflatten(grad, dim, (self.axis.size, (size + missing) // self.axis.size))
         return pieces.movedim(dim, 0) if dim else pieces
 
     def split_dims(self, specs: Specs) -> dict[int, int]:
