@@ -210,6 +210,20 @@ def test_writes_to_gathered_weights_and_buffers_are_refused_in_every_mode(mode):
         assert_same_bits((inside.detach(), outside.detach()), (expected, expected))
 
 
+def test_writes_to_a_leaf_that_the_function_computes_are_refused():
+    """Also where its full tensor is the shard itself, to which the call counts no writes."""
+
+    def loss(params):
+        full = fs.gather(fs.tree_map(lambda shard: 2 * shard, params))["weight"]
+        with torch.no_grad():
+            full.add_(1)
+        return full.sum()
+
+    params = fs.shard({"weight": torch.ones(3)}, fs.zero3(one_axis()))
+    with pytest.raises(ValueError, match=WRITTEN):
+        fs.value_and_grad(loss)(params)
+
+
 def write_to_a_result(w):
     result = torch.exp(w)
     result.add_(1)

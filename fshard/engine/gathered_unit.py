@@ -55,9 +55,12 @@ class GatheredUnit:
         self.is_finished = False
         # The gathers that are under way; None before they start and after they have arrived.
         self._pending: list[PendingGather] | None = None
-        self._full_versions: list[int] = []
-        # The dict and the key under which the function finds each output.
-        self._output_places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        # The leaves whose full tensors are not the stored ones, to which the call itself counts writes.
+        self._copied: list[Leaf] = []
+        self._copy_versions: list[int] = []
+        # For each output the dict in which the function finds it, its key there, and the output, one after another: the
+        # garbage collector would count thousands of tuples.
+        self._output_places: list[Any] = []
 
     def start(self) -> None:
         """Start the all-gathers, unless they have started already."""
@@ -110,7 +113,8 @@ class GatheredUnit:
             self.start()
             full = self._finish_gathers()
             self.full_tensors = full
-            self._full_versions = _compat.versions(full.values())
+            self._copied = [leaf for leaf, tensor in full.items() if tensor is not leaf.stored or leaf.derived]
+            self._copy_versions = _compat.versions([full[leaf] for leaf in self._copied])
         return full
 
     @_compat.outside_selective_checkpoint
@@ -129,7 +133,8 @@ class GatheredUnit:
                 assert leaf.shared_from is not None
                 tensor = leaf.shared_from.wait()[leaf]
             if leaf.full_facts is NOT_GATHERED:
-                leaf.full_facts = describe_full(tensor.shape, tensor.dtype, tensor.device)
+                is_stored = tensor is leaf.stored
+                leaf.full_facts = tensor if is_stored else describe_full(tensor.shape, tensor.dtype, tensor.device)
             full[leaf] = tensor
         return full
 
@@ -148,11 +153,12 @@ class GatheredUnit:
             key: The key of the output in `holder`.
             output: The output.
         """
-        self._output_places.append((holder, key, output))
+        self._output_places += holder, key, output
 
     def revoke_outputs(self) -> None:
         """Remove every output from the place where the function found it, because the scope has ended."""
-        for holder, key, output in self._output_places:
+        places = iter(self._output_places)
+        for holder, key, output in zip(places, places, places, strict=True):
             # The function may have put another tensor there, as torch.func.functional_call does.
             if dict.get(holder, key) is output:
                 dict.pop(holder, key)
@@ -172,5 +178,6 @@ class GatheredUnit:
             ValueError: with the path of every leaf that was written to.
         """
         if self.full_tensors is not None:
-            paths = (leaf.path for leaf in self.full_tensors)
-            check_versions(api_name, paths, self.full_tensors.values(), self._full_versions)
+            paths = (leaf.path for leaf in self._copied)
+            copies = [self.full_tensors[leaf] for leaf in self._copied]
+            check_versions(api_name, paths, copies, self._copy_versions)

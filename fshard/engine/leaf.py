@@ -49,7 +49,8 @@ class Leaf:
         trained: Whether the leaf takes a gradient.
         derived: Whether the function computed the leaf, so that autograd goes on from its reduced gradient.
         accumulated: Whether the gradients of several microbatches are added up.
-        full_facts: Shape, dtype, device and bytes of the full tensor.
+        dtype: The dtype of the stored tensor.
+        full_facts: Shape, dtype, device and bytes of the full tensor; the stored tensor, which has them, if it is full.
         regather_axis: The mesh axis that the backward gathers over, if each rank keeps a piece for that.
         piece: That piece: what is gathered over the axes before, from the first gather to the last backward.
         started: Waits for a gather that the program has started, and returns its full tensor. The next gathered unit
@@ -91,7 +92,8 @@ class Leaf:
         self.trained = param.local.requires_grad
         self.derived = derived
         self.accumulated = False
-        self.full_facts = NOT_GATHERED
+        self.dtype = stored.dtype
+        self.full_facts: FullTensorFacts | torch.Tensor = NOT_GATHERED
         self.regather_axis = self.policy.regather_axis if has_backward else None
         self.piece: Any = None
         self.started: Finish | None = None
@@ -117,10 +119,11 @@ class Leaf:
         Returns:
             The gradient in that dtype.
         """
-        target = dtype or self.stored.dtype
+        target = dtype or self.dtype
         if self.accumulated:
             target = sum_dtype(self.spec, target)
-        return _cast(grad, target)
+        # Most gradients have that dtype already, and calling the operator to find that out takes longer.
+        return grad if grad.dtype is target else grad.to(target)
 
     def add_full(self, grad: torch.Tensor) -> None:
         """Add to this rank's full gradient.
@@ -175,7 +178,8 @@ class Leaf:
         total = self.take_reduced()
         if total is None:
             return torch.zeros_like(self.stored)
-        return _cast(divide(total, divisor), self.stored.dtype)
+        total = divide(total, divisor)
+        return total if total.dtype is self.dtype else total.to(self.dtype)
 
     def take_microbatch(self) -> torch.Tensor | None:
         """Hand over the gradient of one microbatch, in the dtype of its reduction, or else of full gradients."""
@@ -187,8 +191,3 @@ class Leaf:
     def put_sum(self, total: torch.Tensor) -> None:
         """Receive the sum over all microbatches as the reduced gradient."""
         self.reduced_grad = self.cast_for_sum(total)
-
-
-def _cast(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # Most gradients have that dtype already, and calling the operator to find that out takes longer.
-    return grad if grad.dtype is dtype else grad.to(dtype)

@@ -172,7 +172,7 @@ class Reductions:
             paths = (leaf.path for leaf in leaves)
             check_results(transform, "scatter", grads, paths, (leaf.spec for leaf in leaves))
             # A sum may be too large for a dtype that holds the mean.
-            stored_dtypes = [leaf.stored.dtype for leaf in leaves]
+            stored_dtypes = [leaf.dtype for leaf in leaves]
             wide_dtypes = {dtype: sum_dtype(leaves[0].spec, dtype) for dtype in set(stored_dtypes)}
             grads = _compat.cast_all(grads, list(map(wide_dtypes.__getitem__, stored_dtypes)))
             # Divide now, while they are in the processor's cache.
