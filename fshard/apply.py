@@ -23,6 +23,7 @@ from fshard.transforms import ShardTransform
 from fshard.transforms.base import foreign_names
 from fshard.tree import (
     Flat,
+    Sharded,
     Tree,
     attributes_of,
     flatten,
@@ -79,6 +80,9 @@ class Model:
         self._module = module
         self._bare = copy_module(module, lambda tensor: torch.empty_like(tensor, device="meta"))
         self._empty = flatten(dict(_compat.named_parameters(self._bare)))
+        # Thousands of parameters share their shapes.
+        shapes: dict[torch.Size, torch.Size] = {}
+        self._shapes = [shapes.setdefault(parameter.shape, parameter.shape) for parameter in self._empty.leaves]
         self._units = plan_units(module, units)
         # Calls that overlap (threads, a model called inside itself) each need a copy of their own.
         self._idle: list[ModuleTemplate] = []
@@ -268,9 +272,12 @@ class Model:
         """Refuse parameters and buffers that are not those of this model."""
         same_structure("apply: params", flat, self._empty)
         check_tensors("apply: params", flat)
-        _check_shapes(flat, self._empty.leaves)
-        check_local("apply", flat)
-        check_transforms("apply", flat)
+        _check_shapes(flat, self._shapes)
+        call = find_call(flat)
+        # The running call has checked all that it bound.
+        if call is None or not call.has_all(flat):
+            check_local("apply", flat)
+            check_transforms("apply", flat)
         if self.buffers or buffers != {}:
             flat_buffers = flatten(buffers)
             same_structure("apply: buffers", flat_buffers, flatten(self.buffers))
@@ -443,18 +450,20 @@ def apply(model: Model, params: Mapping[str, Any], *args: Any, **kwargs: Any) ->
     return model.apply(params, *args, **kwargs)
 
 
-def _check_shapes(flat: Flat, parameters: Sequence[torch.Tensor]) -> None:
+def _check_shapes(flat: Flat, expected: Sequence[torch.Size]) -> None:
     """Refuse parameters of other shapes than the module's."""
+    if [leaf.spec.shape if isinstance(leaf, Sharded) else None for leaf in flat.leaves] == expected:
+        return
 
-    def misfit(leaf: Any, parameter: torch.Tensor) -> tuple[str, str] | None:
+    def misfit(leaf: Any, expected_shape: torch.Size) -> tuple[str, str] | None:
         shape = leaf.spec.shape if is_sharded(leaf) else getattr(leaf, "shape", ())
         # A transform of the user's may gather another shape, as of weights that are stored as blocks of bytes.
-        if shape == parameter.shape or (is_sharded(leaf) and foreign_names(leaf.spec.transform)):
+        if shape == expected_shape or (is_sharded(leaf) and foreign_names(leaf.spec.transform)):
             return None
-        return f"shape {tuple(shape)}", f"shape {tuple(parameter.shape)}"
+        return f"shape {tuple(shape)}", f"shape {tuple(expected_shape)}"
 
     remedy = "pass the parameters that this model's init returned"
-    refuse("apply: the shapes of params differ from the module's", flat.problems(misfit, parameters), remedy)
+    refuse("apply: the shapes of params differ from the module's", flat.problems(misfit, expected), remedy)
 
 
 def _refuse_lost_updates(buffers_in: Buffers, buffers_out: Buffers) -> None:

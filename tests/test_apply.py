@@ -224,6 +224,20 @@ def test_writes_to_a_leaf_that_the_function_computes_are_refused():
         fs.value_and_grad(loss)(params)
 
 
+def test_leaves_that_a_function_has_donated_are_refused():
+    """The call has checked them before, when they had values."""
+    model = fs.functionalize(nn.Linear(2, 2))
+    tx = fs.sgd(0.1)
+
+    def loss(params):
+        bias = {"bias": params["bias"]}
+        fs.update(tx, fs.TrainState.create(bias, tx), fs.tree_map(torch.ones_like, bias), donate=True)
+        return model.apply(params, torch.ones(1, 2)).sum()
+
+    with pytest.raises(ValueError, match=r"apply: arguments were donated\n  \['bias'\]: was donated"):
+        fs.value_and_grad(loss)(model.init(fs.zero3(one_axis())))
+
+
 def write_to_a_result(w):
     result = torch.exp(w)
     result.add_(1)

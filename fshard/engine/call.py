@@ -1,5 +1,6 @@
 """Engine calls: one run of `value_and_grad` or of a model, from binding its leaves to the end of its backward."""
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -97,6 +98,13 @@ class EngineCall:
     def has_any(self, params: Sequence[Any]) -> bool:
         """Return whether this call bound one of some parameters, or its function computed one from those it bound."""
         return self._microbatch is not None and any(map(self._microbatch.has, params))
+
+    def has_all(self, flat: Flat) -> bool:
+        """Return whether a tree has the very leaves that this call bound, each with its tensor."""
+        tensors = [leaf.tensor for leaf in self._sharded_leaves]
+        found = [*flat.leaves, *flat.tensors]
+        bound = [*self.bound, *tensors]
+        return len(found) == len(bound) and all(map(operator.is_, found, bound))
 
     @property
     def is_recomputing(self) -> bool:
