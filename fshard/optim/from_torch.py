@@ -138,6 +138,7 @@ class _Selection(NamedTuple):
     def put(
         self,
         leaves: Sequence[Any],
+        old_values: Sequence[Any],
         values: Sequence[Any],
         *,
         is_number: bool = False,
@@ -146,11 +147,11 @@ class _Selection(NamedTuple):
 
         Args:
             leaves: The leaves at all positions; where a value is None, they stay.
+            old_values: What `take` finds in them.
             values: The values at these positions.
             is_number: Whether a tensor is one number for a whole leaf, which has no spec.
         """
         new_leaves = list(leaves)
-        old_values = self.take(leaves)
         # In place, none is new.
         if not all(map(operator.is_, values, old_values)):
             for i, old, value in zip(self.positions, old_values, values, strict=True):
@@ -238,7 +239,7 @@ class _WrappedClass:
         for leaf, small, state in zip(leaves, tensors, states, strict=True):
             if tensor_of(leaf).is_meta:
                 self._remove_values(state, small, leaf)
-        slots = self._make_slots({}, selection, states)
+        slots = self._make_slots({}, {}, selection, states)
         hyper = {name: torch.tensor(value, dtype=torch.float64) for name, value in self._injected.items()}
         return TorchState(zero(), slots, hyper, no_updates(params) if self._traits.is_first_step_special else ())
 
@@ -257,9 +258,10 @@ class _WrappedClass:
         self._refuse_state(state)
         evaluated = _evaluate(self._hyper, state.updates, state.hyper)
         hyper = _refuse_derivatives(evaluated)
-        slots = {name: leaves_of(slot) for name, slot in state.slots.items()}
-        check_same_splits(leaves_of(grads), flat.leaves, *slots.values())
-        gradients = _collect_gradients(grads, flat, copy=self._may_write_gradients)
+        slots = {name: flat.leaves_of(slot) for name, slot in state.slots.items()}
+        grad_leaves = leaves_of(grads)
+        check_same_splits(grad_leaves, flat.leaves, *slots.values())
+        gradients = _collect_gradients(grad_leaves, flat, copy=self._may_write_gradients)
         selection = _Selection(flat, list(gradients))
         counts: Tree = ()
         has_begun = [True] * len(gradients)
@@ -270,17 +272,19 @@ class _WrappedClass:
             has_begun = [int(number) > 1 for number in numbers]
         refuse_frozen_counters(f"from_torch: {self._name}", state)
         states: list[State] = [{} for _ in has_begun]
-        for name, slot in slots.items():
-            values = _make_all_writable(selection.take(slot), donate)
-            for leaf_state, value, begun in zip(states, values, has_begun, strict=True):
+        old_values = {name: selection.take(slot) for name, slot in slots.items()}
+        for name, values in old_values.items():
+            writable = _make_all_writable(values, donate)
+            for leaf_state, value, begun in zip(states, writable, has_begun, strict=True):
                 if begun and value is not None:
                     leaf_state[name] = value
-        tensors = _make_all_writable(selection.take(flat.leaves), donate)
+        old_tensors = selection.take(flat.leaves)
+        tensors = _make_all_writable(old_tensors, donate)
         new_states = self._step(tensors, list(gradients.values()), states, hyper)
-        new_slots = self._make_slots(slots, selection, new_states)
+        new_slots = self._make_slots(slots, old_values, selection, new_states)
         new_hyper = {name: torch.as_tensor(hyper[name], dtype=torch.float64).detach() for name in state.hyper}
         new_state = TorchState(state.updates + 1, state.slots | new_slots, new_hyper, counts)
-        return selection.put(flat.leaves, tensors), new_state
+        return selection.put(flat.leaves, old_tensors, tensors), new_state
 
     def _refuse_state(self, state: TorchState) -> None:
         """Refuse a state that another class made, on which SGD would begin anew, or one without injected numbers.
@@ -305,6 +309,7 @@ class _WrappedClass:
     def _make_slots(
         self,
         slots: Mapping[str, Sequence[Any]],
+        old_values: Mapping[str, Sequence[Any]],
         selection: _Selection,
         states: States,
     ) -> dict[str, Tree]:
@@ -312,8 +317,10 @@ class _WrappedClass:
         new_slots = {}
         for name in dict.fromkeys(chain.from_iterable(states)):
             leaves = slots.get(name) or [None] * len(selection.flat.leaves)
+            old = old_values.get(name) or [None] * len(states)
             values = [state.get(name) for state in states]
-            new_slots[name] = selection.put(leaves, values, is_number=name in self._traits.number_names)
+            is_number = name in self._traits.number_names
+            new_slots[name] = selection.put(leaves, old, values, is_number=is_number)
         return new_slots
 
     def _remove_values(self, state: State, small: torch.Tensor, leaf: Any) -> None:
@@ -465,13 +472,17 @@ def _read_on_host(hyper: Hyper, kept: Names = ()) -> Hyper:
     return numbers
 
 
-def _collect_gradients(grads: Tree, flat: Flat, *, copy: bool) -> dict[int, torch.Tensor]:
+def _collect_gradients(grads: Sequence[Any], flat: Flat, *, copy: bool) -> dict[int, torch.Tensor]:
     """Collect the gradients of trained leaves by position, without lazy bits, because classes read their memory."""
-    rows = zip(tensors_of(leaves_of(grads)), flat.leaves, strict=True)
+    rows = zip(tensors_of(grads), flat.leaves, strict=True)
     gradients = {i: grad for i, (grad, leaf) in enumerate(rows) if grad is not None and is_trained(leaf)}
-    detached = _detach_all(list(gradients.values()))
-    # Calling the operators takes longer than asking.
-    plain = [grad.resolve_conj().resolve_neg() if grad.is_conj() or grad.is_neg() else grad for grad in detached]
+    plain = []
+    for grad in gradients.values():
+        # Calling the operators takes longer than asking.
+        if grad.is_conj() or grad.is_neg():
+            grad = _detach(grad).resolve_conj()
+            grad = grad.resolve_neg()
+        plain.append(grad)
     return dict(zip(gradients, _make_all_writable(plain, in_place=not copy), strict=True))
 
 

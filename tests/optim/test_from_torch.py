@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -136,6 +137,21 @@ def test_a_rate_that_is_replaced_in_the_state_is_that_of_a_class_told_so():
         scheduled = fs.update(scheduled_tx, scheduled, gradients(step))
         last_rate = scheduled.opt_state.hyper["lr"]
         assert (last_rate.item(), last_rate.dtype, state.opt_state.hyper["lr"].item()) == (rate, torch.float64, rate)
+
+
+def test_slots_are_taken_by_the_keys_of_their_parameters():
+    params = {"a": normal(1)(3), "b": {"c": normal(2)(2)}}
+    grads = {"a": normal(3)(3), "b": {"c": normal(4)(2)}}
+    tx = fs.from_torch(optim.AdamW, lr=0.1)
+    params, state = tx.update(grads, tx.init(params), params)
+    turned = {name: OrderedDict(b=slot["b"], a=slot["a"]) for name, slot in state.slots.items()}
+    expected = tx.update(grads, state, params)
+    assert_same_bits(tx.update(grads, state._replace(slots=turned), params), expected)
+    # A tree at the place of a leaf is none of this structure.
+    deep = {name: {"a": slot["a"], "b": {"c": {"d": slot["b"]["c"]}}} for name, slot in state.slots.items()}
+    assert_same_bits(tx.update(grads, state._replace(slots=deep), params), expected)
+    with pytest.raises(ValueError, match="shorter"):
+        tx.update(grads, state._replace(slots=state.slots | {"exp_avg": {"a": params["a"]}}), params)
 
 
 def test_a_state_that_lacks_nothing_may_be_of_another_class():
