@@ -205,20 +205,23 @@ def update(
     check_flags("update", donate=donate)
     flat = flatten(state)
     check_local("update", flat)
-    _check_gradients(grads, flatten(state.params))
+    _, params, *_ = flat.children
+    _check_gradients(grads, params)
     refuse_frozen_counters("update", state)
     check_same_step("update", state)
     # In a trace it is for jit to say which tensors are written in place.
     donate = donate and not _compat.is_tracing()
     if donate and tx.update_donated is not None:
         state = _take_over(state, flat)
-    # It holds the tensors, which an update that makes new ones lets go of.
-    del flat
+    is_on_host = any_on_host(flat.specs)
+    # They hold the tensors, which an update that makes new ones lets go of.
+    del flat, params
     run = run_update
     if _compat.is_profiling():
         run = _compat.show_range("fshard::update", run_update)
     params, opt_state = run("update", "tx", tx, grads, state.opt_state, state.params, donate=donate)
-    after = pin_params(state._replace(step=state.step + 1, params=params, opt_state=opt_state))
+    after = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
+    after = pin_params(after) if is_on_host else after
     return after if transform_state is ABSENT else after._replace(transform_state=transform_state)
 
 
@@ -227,9 +230,9 @@ def pin_params(state: TrainState) -> TrainState:
 
     A graph holds no such move. `jit` makes it for the states that its function returns.
     """
-    flat = flatten(state.params)
-    if _compat.is_tracing() or _compat.transforms_active() or not any_on_host(flat.specs):
+    if _compat.is_tracing() or _compat.transforms_active():
         return state
+    flat = flatten(state.params)
     return state._replace(params=flat.unflatten(map(pin_leaf, flat.leaves)))
 
 
@@ -327,10 +330,11 @@ def _take_over(state: TrainState, flat: Flat) -> TrainState:
     begin = len(leaves_of(state.step))
     end = len(leaves) - len(leaves_of([state.buffers, state.key, state.transform_state]))
     # A value that a transform of torch.func has wrapped ends with it.
-    is_kept = _compat.is_transformed if _compat.transforms_active() else lambda tensor: False
+    may_be_kept = _compat.transforms_active()
     tensors = {}
-    for n, tensor in enumerate(flat.tensors[begin:end], begin):
-        if isinstance(tensor, torch.Tensor) and is_trained(leaves[n]) and not is_kept(tensor):
+    for n, (leaf, tensor) in enumerate(zip(leaves[begin:end], flat.tensors[begin:end], strict=True), begin):
+        is_trained_tensor = isinstance(tensor, torch.Tensor) and (leaf is tensor or not leaf.spec.frozen)
+        if is_trained_tensor and not (may_be_kept and _compat.is_transformed(tensor)):
             tensors[n] = tensor
     # Tensors of fs.gather, for example, share the memory of a leaf, and keep their values.
     for n in itertools.compress(tensors, _compat.share_memory(list(tensors.values()))):

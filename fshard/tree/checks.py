@@ -218,15 +218,16 @@ def mark_donated(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
     Returns:
         For the plain ones, by their identity, new tensors that have their memory.
     """
-    marked: dict[Any, torch.Tensor] = {}
     moved: dict[int, torch.Tensor] = {}
+    dtype = device = None
     for leaf in leaves:
         tensor = leaf.local if isinstance(leaf, Sharded) else leaf
-        kind = tensor.dtype, tensor.device
-        empty = marked.get(kind)
-        if empty is None:
+        # Mostly a leaf is of the kind of the one before.
+        if tensor.dtype is not dtype or tensor.device != device:
+            dtype = tensor.dtype
+            device = tensor.device
             with _compat.outside_transforms():
-                empty = marked[kind] = tensor.new_empty(0)
+                empty = tensor.new_empty(0)
             empty.__dict__[DONATED] = True
         if leaf is not tensor:
             replace_local(leaf, empty)
