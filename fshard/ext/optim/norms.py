@@ -6,7 +6,7 @@ relative to the largest term. Sums of such integers are exact in any order. They
 
 import math
 from collections.abc import Sequence
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from typing import Any
 
 import torch
@@ -222,11 +222,12 @@ def take_root(power: torch.Tensor, p: float) -> torch.Tensor:
     """Take the root of sums of p-th powers. At zero, it has a derivative of zero instead of none."""
     if math.isinf(p):
         return power
+    # The second derivative of a power of 1/2 overflows where that of a root does not.
+    root = torch.sqrt if p == 2 else partial(torch.pow, exponent=1 / p)
     if not (transforms_active() or power.requires_grad or any_dual([power])):
-        return power ** (1 / p)
+        return root(power)
     is_zero = power == 0
-    root = power.masked_fill(is_zero, 1) ** (1 / p)
-    return root.masked_fill(is_zero, 0)
+    return root(power.masked_fill(is_zero, 1)).masked_fill(is_zero, 0)
 
 
 def _reduce(
@@ -290,9 +291,12 @@ def element_sums(leaves: Sequence[Any], dim: int | None = None, *, squares: bool
 
 def _find_bound(tensor: torch.Tensor, dim: int | None, squares: bool) -> torch.Tensor:
     """Find the largest term along a dim, or along all of them."""
-    # Torch has no largest one of no elements.
-    largest = torch.linalg.vector_norm(tensor, math.inf, dim) if tensor.numel() else tensor.sum(dim)
-    bound = largest.double()
+    if tensor.numel():
+        dims = () if dim is None else dim
+        bound = torch.maximum(tensor.amax(dims).double(), -tensor.amin(dims).double())
+    else:
+        # Torch has no largest one of no elements.
+        bound = tensor.sum(dim).double()
     return bound * bound if squares else bound
 
 

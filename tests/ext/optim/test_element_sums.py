@@ -60,6 +60,15 @@ def test_sums_are_exact_but_for_their_digits():
         assert str(actual.item()) == str(odd * odd)
 
 
+@pytest.mark.parametrize("dtype", (torch.uint8, torch.int64, torch.bool))
+def test_whole_numbers_are_summed(dtype):
+    values = torch.tensor([[200, 1, 0], [3, 0, 1]]).to(dtype)
+    for dim in (None, -1, -2):
+        expected = [(values.double() ** 2).sum() if dim is None else (values.double() ** 2).sum(dim, keepdim=True)]
+        assert_same_bits(element_sums([values], dim, squares=True), expected)
+    assert_same_bits(fs.global_norm([values], reduction_order="tree"), values.float().norm())
+
+
 def with_clip(tx):
     return fs.chain(fs.clip_by_global_norm(0.5, reduction_order="tree"), tx)
 

@@ -171,6 +171,20 @@ def test_derivatives_of_full_trees(case):
     assert torch.func.hessian(after)(number([0.0, 0.5, -1.0])).isfinite().all()
 
 
+def test_second_derivatives_of_small_gradients_are_those_of_float64():
+    """A power of -3/2 of their squares is infinite in float32."""
+
+    def first_update(grad):
+        tx = fs.adam(1.0)
+        zeros = torch.zeros_like(grad)
+        return tx.update(grad, tx.init(zeros), zeros)[0].sum()
+
+    for size in (1e-13, 1e-18):
+        expected = torch.func.hessian(first_update)(number([size])).float()
+        actual = torch.func.hessian(first_update)(number([size]).float())
+        assert_trees_close(actual, expected, **within(expected, terms=1, steps=2))
+
+
 def check_derivatives_of_shards_are_those_of_full_trees(row, world_size, layout):
     full, numbers = tree(0), fs.tree_map(number, row[1])
     expected = torch.func.grad(dense(row, 2), argnums=(0, 1))(full, numbers)
