@@ -193,7 +193,7 @@ def adafactor(
     """
     check_pair("adafactor", "eps", eps)
     least_square, least_size = eps
-    bounds = {"eps[0]": least_square or 0.0, "eps[1]": least_size}
+    bounds = {"eps[0]": 0.0 if least_square is None else least_square, "eps[1]": least_size}
     check_rates("adafactor", lr, weight_decay=weight_decay, **bounds)
     check_numbers("adafactor", AT_LEAST_ONE, d=d)
     check_numbers("adafactor", NOT_POSITIVE, beta2_decay=beta2_decay)

@@ -71,6 +71,12 @@ def test_layerwise_follows_the_papers(case):
 REFUSED = (
     (fs.lamb, {"lr": -1.0}, f"lamb: expected lr to be {RATE}, got -1.0"),
     (fs.adafactor, {"beta2_decay": 0.5}, "adafactor: expected beta2_decay to be a number, 0 or less, got 0.5"),
+    (
+        fs.adafactor,
+        {"eps": (torch.ones(2), 1e-3)},
+        "adafactor: expected eps[0] to be a finite number, 0 or more, got a float32 Tensor of shape (2,)",
+    ),
+    (fs.adafactor, {"eps": ("", 1e-3)}, "adafactor: expected eps[0] to be a finite number, 0 or more, got ''"),
     (fs.adafactor, {"d": 0.5}, "adafactor: expected d to be a finite number, 1 or more, got 0.5"),
     (
         fs.adafactor,
