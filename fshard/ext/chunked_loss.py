@@ -137,13 +137,15 @@ class _ChunkedLoss(Function):
             if not pairs:
                 ctx.variance = _find_variance(total, [*inputs, *tape.tokens[:1]])
             grad_of_rows, *grads = differentiate(total, torch.ones_like(total), inputs, tape.tokens)
-            grads_of_rows.append(grad_of_rows)
+            if h.requires_grad:
+                # A loss need not use the logits of every chunk.
+                grads_of_rows.append(torch.zeros_like(rows) if grad_of_rows is None else grad_of_rows)
             pairs.append((total.detach(), count))
             for i, grad in enumerate(grads):
                 if grad is not None:
                     grad = grad.to(dtype or head[i].dtype)
                     grads_of_head[i] = grad if grads_of_head[i] is None else grads_of_head[i].add_(grad)
-        ctx.grads = [torch.cat(grads_of_rows) if h.requires_grad else None, *grads_of_head]
+        ctx.grads = [torch.cat(grads_of_rows) if grads_of_rows else None, *grads_of_head]
         ctx.dtypes = [tensor.dtype for tensor in tensors]
         total, count = _sum_pairs(pairs)
         if isinstance(count, torch.Tensor):

@@ -99,6 +99,28 @@ def test_second_derivatives_are_those_of_torch_func_alone():
     assert_trees_close(grads, expected, **near(expected))
 
 
+@pytest.mark.parametrize("used", (range(2, 6), ()))
+def test_a_chunk_whose_loss_uses_no_logits_adds_zeros(used):
+    """Such as one without a target that counts; the others have their gradients, whichever comes first."""
+    tensors = [X[0].clone().requires_grad_(), *(tensor.clone().requires_grad_() for tensor in FULL["head"])]
+    weights = torch.zeros(TIME, dtype=torch.float64)
+    weights[list(used)] = 1.0
+
+    def loss(logits, weights):
+        if not weights.any():
+            return torch.tensor(3.0, dtype=torch.float64), 0
+        return (weights * logits.logsumexp(-1)).sum(), 1
+
+    h, *head = tensors
+    total, _ = fs.chunked_loss(h, head, weights, chunks=6, loss=loss)
+    expected = (weights * F.linear(h, *head).logsumexp(-1)).sum()
+    idle_chunks = 6 - len(used) // 2
+    assert_trees_close(total - 3.0 * idle_chunks, expected, **near([expected, 3.0 * idle_chunks]))
+    actual = torch.autograd.grad(total, tensors, materialize_grads=True)
+    expected = torch.autograd.grad(expected, tensors)
+    assert_trees_close(actual, expected, **near(expected))
+
+
 TRAINED = torch.ones((), requires_grad=True)
 
 
