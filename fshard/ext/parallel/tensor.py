@@ -192,10 +192,10 @@ class _Layer(NamedTuple):
         """Run a forward with its first input converted."""
         name = next(iter(kwargs), "")
         x: Any = args[0] if args else kwargs.get(name)
-        dim = self.dim or 0
-        has_dim = isinstance(x, torch.Tensor) and x.dim() > dim
-        expected = f"the first input of a module of style 'gather' or 'split' to be a tensor with a dim {dim}"
-        expect(has_dim, API_NAME, expected, describe(x))
+        dims = 0 if self.dim is None else self.dim + 1
+        has_dims = isinstance(x, torch.Tensor) and x.dim() >= dims
+        expected = f"the first input of a module of style 'gather' or 'split' to be a tensor of {dims} or more dims"
+        expect(has_dims, API_NAME, expected, describe(x))
         if args:
             return forward(convert(x), *args[1:], **kwargs)
         return forward(**{**kwargs, name: convert(x)})

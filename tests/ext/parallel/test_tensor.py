@@ -183,6 +183,37 @@ def test_checkpoint_wrappers_change_no_name_of_a_plan():
         assert_same_bits(*results)
 
 
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, scale, x):
+        return self.down(self.up(scale * x))
+
+
+class Model(nn.Sequential):
+    def forward(self, *inputs):
+        return self[0](*inputs)
+
+
+@on_ranks(2)
+def test_the_first_input_may_be_a_number_where_no_dim_is_split():
+    module, tp = Model(Scaled()).double(), fs.axis_of(fs.init_mesh({"tp": -1}, device="cpu"))
+    inputs = torch.tensor(0.5, dtype=torch.float64), normal(1)(ROWS, WIDTH)
+    parallel, split = fs.tensor_parallel(module, tp, {"0": "gather", "*up": "column", "*down": "row"})
+    model = fs.functionalize(parallel)
+    params = model.init(split, seed=0)
+    with torch.no_grad():
+        expected = torch.func.functional_call(module, fs.unshard(params), inputs)
+        assert_trees_close(model.apply(params, *inputs), expected, **within(expected, WIDTH, steps=2))
+    text = "the first input of a module of style 'gather' or 'split' to be a tensor of {} or more dims, got"
+    pieces, _ = fs.tensor_parallel(module, tp, {"0": "split"}, sequence_dim=1)
+    for made, first, dims in ((parallel, None, 0), (pieces, inputs[0], 2)):
+        with pytest.raises(ValueError, match=text.format(dims)):
+            made(first, inputs[1])
+
+
 def sent_by_label(world_size, sequence_dim, rows=ROWS):
     """Bytes that a rank sends over "tp" for the GPT."""
     tokens, part = rows * TIME * 8, (world_size - 1) / world_size
