@@ -344,9 +344,15 @@ def ulysses(attention: Callable[..., torch.Tensor], axis: fs.Axis) -> Callable[.
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Any) -> torch.Tensor:
         _check_four_dims("ulysses", q=q, k=k, v=v)
+        heads = [tensor.shape[1] for tensor in (q, k, v)]
+        divides = not any(count % axis.size for count in heads)
+        expected = f"heads, dim 1 of q, k and v, to be multiples of {axis.size}, the ranks of {axis.name!r}"
+        expect(divides, "ulysses", expected, str(heads), "repeat or pad heads, or use fs.ring_attention")
         # [B, H, T, D] -> [B, H / ranks, T * ranks, D]
         whole_sequences = fs.all_to_all((q, k, v), axis, split_dim=1, concat_dim=2)
         out = attention(*whole_sequences, **keywords)
+        # The time of a result in another layout would be another dim.
+        _check_four_dims("ulysses", **{"the result of attention": out})
         # [B, H / ranks, T * ranks, D] -> [B, H, T, D]
         return fs.all_to_all(out, axis, split_dim=2, concat_dim=1)
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 import fshard as fs
-from fshard.extend import NUMBER, check_arguments, describe, expect, is_tracing
+from fshard.extend import NUMBER, check_arguments, check_axis, describe, expect, is_tracing
 
 __all__ = ["Routing", "Sent", "combine", "dispatch", "load_balance", "route", "z_loss"]
 
@@ -154,6 +154,11 @@ def dispatch(
     rows_count, k = routing.experts.shape
     is_matrix = tokens.dim() == 2 and len(tokens) == rows_count
     expect(is_matrix, api_name, f"tokens of shape ({rows_count}, width), as routed", describe(tokens))
+    experts_count = routing.probs.shape[-1]
+    if axis is not None:
+        check_axis(api_name, axis)
+        expected = f"a multiple of {axis.size} experts, one block for each rank"
+        expect(experts_count % axis.size == 0, api_name, expected, str(experts_count))
     # [tokens, k] -> [k * tokens], the first choices of all tokens before the second ones
     choices = routing.experts.T.reshape(-1)
     rows = tokens.repeat(k, 1)
@@ -162,7 +167,6 @@ def dispatch(
         expect(not is_tracing(), api_name, expected, "None", "pass capacity=")
         return _send_all(rows, choices, routing, axis)
     check_arguments(api_name, NUMBER, capacity=capacity)
-    experts_count = routing.probs.shape[-1]
     is_chosen = choices[:, None] == torch.arange(experts_count, device=choices.device)
     # How many choices of the same expert come before each one.
     counts = is_chosen.cumsum(0) - 1

@@ -191,7 +191,15 @@ def test_bad_arguments():
         # Torch's fused kernels return NaN for them where they mask.
         (partial(ring, scale=0.0), "ring_attention: expected scale to be a finite number above 0, got 0.0"),
         (partial(fs.ring_positions, axis, 6, "zigzag"), "the chunks in 'zigzag' order of 2 ranks, got 6"),
-        (partial(fs.ulysses(dense, axis), q, k[:, :3], v), "dim 1 of a tensor of shape (2, 3, 3, 4) cannot be cut"),
+        (
+            partial(fs.ulysses(dense, axis), q, k[:, :3], v),
+            "ulysses: expected heads, dim 1 of q, k and v, to be multiples of 2, the ranks of 'cp', got [8, 3, 8]",
+        ),
+        # Its other dims would be split between the ranks.
+        (
+            partial(fs.ulysses(lambda *qkv: dense(*qkv).flatten(0, 1), axis), q, k, v),
+            "ulysses: expected the result of attention to be a floating tensor (batch, heads, time, head dim), got",
+        ),
     ):
         with pytest.raises(ValueError, match=re.escape(text)):
             call()
