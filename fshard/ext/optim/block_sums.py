@@ -140,4 +140,6 @@ def sum_digits(tensor: torch.Tensor, scale: torch.Tensor, dim: int | None, squar
         low = rest.sub_(high).mul_(2.0**BITS).floor_()
         digits = torch.stack([high.sum(0), low.sum(0)])
         total = total + digits.long()
+        # Not beside the copies of the next block.
+        del rest, high, low
     return total

@@ -8,7 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
-from fshard.ext.optim.block_sums import CPU_BLOCK
+from fshard.ext.optim.block_sums import BLOCK, CPU_BLOCK, EXACT_CPU_BLOCK
 from fshard.ext.optim.norms import element_sums
 from tests.trees import assert_same_bits, normal
 
@@ -108,6 +108,16 @@ def test_a_norm_takes_the_memory_of_one_block(device, p, order):
     with Peak(tree) as peak:
         fs.global_norm(tree, p, reduction_order=order)
     assert peak.bytes <= limit
+
+
+@pytest.mark.parametrize("device, block", (("cpu", EXACT_CPU_BLOCK), ("meta", BLOCK)))
+def test_exact_sums_hold_no_copies_of_the_block_before(device, block):
+    """Three copies at a time, of which a processor's cache has room for those of a small block."""
+    matrix = torch.ones(4 * block // 64, 64, dtype=torch.bfloat16, device=device)
+    for tensor in (matrix, matrix[:, :60]):
+        with Peak([tensor]) as peak:
+            element_sums([tensor], squares=True)
+        assert peak.bytes < 3 * 8 * block
 
 
 def test_exact_sums_over_a_dim_hold_those_of_one_block():
