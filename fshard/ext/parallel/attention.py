@@ -463,8 +463,7 @@ def _scores(
         scores = rows @ k.mT * scale
         if is_causal:
             # The first of these queries sees the keys up to its own position, number * ROWS.
-            every_key = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
-            is_later = every_key.triu(number * ROWS + 1)
+            is_later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(number * ROWS + 1)
             scores = scores.masked_fill(is_later, -math.inf)
         yield rows, scores
 
