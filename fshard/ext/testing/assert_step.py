@@ -119,6 +119,7 @@ def _name_rows(argument: str, given: Any, mesh: Any) -> dict[str, float]:
             continue
         for part, number in value.items():
             numbers[f"sent over {axis} {'by' if part in _OPS else 'for'} {part}"] = number
+    expect(numbers, API_NAME, f"{argument} to have a number", "none", "pass 0 for none, or None to compare nothing")
     for number in numbers.values():
         check_numbers(API_NAME, NOT_NEGATIVE, **{argument: number})
     return numbers
@@ -189,10 +190,7 @@ def _list_unmet(costs: Mapping[str, _Cost], counts: dict[str, float], limits: di
 
 
 def _list_lines(rows: Rows) -> list[str]:
-    lines = []
-    for name in sorted(rows):
-        lines.append(f"{name}: {rows[name]}")
-    return lines
+    return [f"{name}: {rows[name]}" for name in sorted(rows)]
 
 
 def _read_snapshot(path: Path) -> Rows:

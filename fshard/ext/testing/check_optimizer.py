@@ -30,12 +30,13 @@ def check_optimizer(
     Args:
         tx: The optimizer; a transformation is followed by `sgd`.
         params: Pytree of full tensors to try it on; two or more, with sizes that no number of ranks divides, show most.
-        world_sizes: Numbers of ranks to simulate.
+        world_sizes: Numbers of ranks to simulate, of which one or more are above 1.
 
     Raises:
         AssertionError: naming the law that does not hold, and every leaf for which it does not.
         RankError: if an update raises an error, for example because a gradient is None or a trace has no values.
-        ValueError: if `tx` is no optimizer, if a leaf is no tensor, or if the structure of the state depends on ranks.
+        ValueError: if `tx` is no optimizer, if a leaf is no tensor or none has an element, if no world size has several
+            ranks, or if the structure of the state depends on ranks.
 
     >>> from functools import partial
     >>> import fshard as fs
@@ -58,6 +59,9 @@ def check_optimizer(
         lambda leaf: None if isinstance(leaf, torch.Tensor) else (describe(leaf), "a full tensor")
     )
     refuse("check_optimizer: leaves are no tensors", problems, "keep other values out of the tree")
+    expect(any(leaf.numel() for leaf in fs.tree_leaves(params)), "check_optimizer", "params with elements", "none")
+    are_several = isinstance(world_sizes, Sequence) and max(world_sizes, default=0) > 1
+    expect(are_several, "check_optimizer", "world_sizes to have one above 1", f"{world_sizes!r:.100}")
     tx = tx if isinstance(tx, fs.Optimizer) else fs.chain(tx, fs.sgd(0.1))
     gradients = [_draw_gradients(params, step) for step in range(STEPS)]
 

@@ -14,8 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fshard as fs
 from fshard.extend import (
+    NOT_NEGATIVE,
     Problem,
     all_gather_object,
+    check_flags,
+    check_numbers,
+    describe,
     expect,
     flatten,
     hash_of,
@@ -44,7 +48,8 @@ def assert_trees_close(
     """Assert that two trees hold the same values, whatever their leaves are stored as.
 
     Shards of equal specs are compared in place, without their padding. If only one side is sharded, or the specs
-    differ, leaves are unsharded first, on every rank. Values are compared as torch.testing.assert_close does.
+    differ, leaves are unsharded first, on every rank. Values are compared as torch.testing.assert_close does, to which
+    NaN equals nothing.
 
     Args:
         actual: Pytree of Sharded leaves, tensors, arrays or numbers.
@@ -54,8 +59,8 @@ def assert_trees_close(
         exact: Ask for equal values bit for bit (NaN equals NaN) and equal dtypes instead.
 
     Raises:
-        ValueError: if structures differ.
-        AssertionError: with the path of every leaf that differs, by how much and where.
+        ValueError: if structures differ, or a tolerance is no finite number.
+        AssertionError: with the path of every leaf that differs, by how much and where, or that has no values.
 
     >>> assert_trees_close({"w": torch.ones(2)}, {"w": torch.ones(2, dtype=torch.float64)})
     """
@@ -67,6 +72,7 @@ def differing_leaves(
     actual: Any, expected: Any, rtol: float | None = None, atol: float | None = None, exact: bool = False
 ) -> list[Problem]:
     """List the leaves of two trees that differ; see `assert_trees_close`."""
+    check_flags("assert_trees_close", exact=exact)
     flat, expected_flat = flatten(actual), flatten(expected)
     same_structure("assert_trees_close", flat, expected_flat)
     left, right = list(flat.leaves), list(expected_flat.leaves)
@@ -76,17 +82,23 @@ def differing_leaves(
     words = "equal values" if exact else "close values"
     if exact:
         rtol = atol = 0.0
+    elif rtol is not None or atol is not None:
+        check_numbers("assert_trees_close", NOT_NEGATIVE, rtol=rtol, atol=atol)
 
     def describe_difference(a: Any, b: Any) -> tuple[str, str] | None:
         if a is None or b is None:
             return None if a is b else (f"{a!r} and {b!r}", words)
+        a, b = map(torch.as_tensor, (a, b))
+        # To torch, any two tensors on the meta device are equal.
+        if a.is_meta or b.is_meta:
+            return "a tensor on the meta device", words
         try:
             torch.testing.assert_close(
-                torch.as_tensor(a),
-                torch.as_tensor(b),
+                a,
+                b,
                 rtol=rtol,
                 atol=atol,
-                equal_nan=True,
+                equal_nan=exact,
                 check_device=False,
                 check_dtype=exact,
             )
@@ -115,6 +127,7 @@ def check_pure(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         What the step returned. Tensors that were donated to it are not compared.
 
     Raises:
+        ValueError: if the arguments have no tensors, as where the step is a closure over them.
         AssertionError: with the path of every tensor that changed.
 
     >>> check_pure(lambda tree: tree["w"] + 1, {"w": torch.ones(2)})
@@ -127,6 +140,7 @@ def check_pure(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             tensor = tensor_of(leaf)
             if isinstance(tensor, torch.Tensor):
                 before.append((f"{name}{path}", leaf, tensor, _digest(tensor)))
+    expect(before, "check_pure", "arguments with tensors", "none", "pass the state and the batch behind the step")
     out = step(*args, **kwargs)
     problems = []
     for path, leaf, tensor, digest in before:
@@ -161,6 +175,7 @@ def assert_matches_ddp(
     finds a difference, all ranks raise. Buffers are compared with those of DDP's first rank, which DDP sends to the
     others: where a train step updates buffers, it keeps them in the state and calls `sync_buffers`. DDP runs with
     `find_unused_parameters=True`, so that a rank's loss may use some parameters only; it prints a warning if none does.
+    Give each rank batches of its own: on equal ones, the gradients of one rank are their mean.
 
     Args:
         train_step: Called with (state, batch); returns (state, objective).
@@ -181,7 +196,9 @@ def assert_matches_ddp(
         AssertionError: on every rank, naming the first step that differs, and every leaf that does. Where the loss, or
             the change of the parameters, is DDP's times or divided by a whole number, the first line says so. The last
             lines say which operation of the step is the first that differs from those of the module, as `fs.diff` does.
-        ValueError: if ranks are simulated by threads, which DDP cannot run on.
+        ValueError: if ranks are simulated by threads, which DDP cannot run on, if an argument or what a function
+            returns is something else, or if no batch changes DDP's parameters to finite ones, so that no gradient was
+            compared.
 
     >>> import torch, fshard as fs
     >>> module, tx = torch.nn.Linear(2, 1), fs.from_torch(torch.optim.SGD, lr=0.1)
@@ -203,17 +220,31 @@ def assert_matches_ddp(
     """
     are_processes = dist.get_backend() != "threaded"
     expect(are_processes, _API_NAME, "ranks to be processes", "threads", "run it by spmd(f, Workers(n))")
+    kind: Any
+    for text, argument, kind in (
+        ("a function train_step(state, batch)", train_step, Callable),
+        ("state to be a TrainState", state, fs.TrainState),
+        ("module to be a torch.nn.Module", module, nn.Module),
+        ("a function loss_fn(ddp, batch)", loss_fn, Callable),
+        ("a function optimizer(parameters)", optimizer, Callable),
+    ):
+        expect(isinstance(argument, kind), _API_NAME, text, describe(argument))
     ranks = ranks_of(mesh)
     group = resolve_process_group(ranks.group_name)
     reference = DistributedDataParallel(copy.deepcopy(module), process_group=group, find_unused_parameters=True)
     torch_optimizer = optimizer(reference.parameters())
     initial = _copy_tensors(named_buffers(module))
+    has_trained = False
     for step, batch in enumerate(batches):
         loss = loss_fn(reference, batch)
         before = _copy_tensors(named_parameters(reference.module))
         expected = _step_of_ddp(reference, torch_optimizer, loss, group)
         state_before = state
-        state, objective = train_step(state, batch)
+        match train_step(state, batch):
+            case fs.TrainState() as state, torch.Tensor() as objective:
+                pass
+            case out:
+                expect(False, _API_NAME, "train_step to return (state, loss)", describe(out))
         # A state without buffers leaves those of the module as they were.
         buffers = initial | dict(fs.unshard(state.buffers) or {})
         actual = {"loss": objective.detach(), "params": fs.unshard(state.params), "buffers": buffers}
@@ -224,6 +255,9 @@ def assert_matches_ddp(
             _find_place, train_step, loss_fn, module, state_before, batch, BOUND_IF_EXACT if exact else rtol
         )
         refuse_on_all_ranks(headline, problems, "look at the first leaf that differs", [ranks], find_place)
+        has_trained |= 0 < _flat_change(expected["params"], before).abs().max().item() < math.inf
+    remedy = "pass batches that are not used up, a learning rate above 0, and a loss with finite gradients, not all 0"
+    expect(has_trained, _API_NAME, "batches that change DDP's parameters", "none that does", remedy)
     return state
 
 
@@ -264,8 +298,7 @@ def _find_place(
             "\nAll operations that the forward and the backward share with the module agree. Look at the loss, at the "
             "reduction of gradients, at the optimizer, and of buffers at fs.sync_buffers."
         )
-    headline = "The first operation that differs from the module's:"
-    return f"\n{headline}\n{difference.first}"
+    return f"\nThe first operation that differs from the module's:\n{difference.first}"
 
 
 def _describe_ratios(
@@ -285,14 +318,13 @@ def _describe_ratios(
 
 def _flat_change(params: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Compute by how much parameters have changed, in one row."""
-    changes = [(params[name] - start).flatten() for name, start in before.items()]
-    return torch.cat(changes) if changes else torch.zeros(0)
+    return torch.cat([(params[name] - start).flatten() for name, start in before.items()])
 
 
 def _describe_ratio(name: str, actual: torch.Tensor, expected: torch.Tensor, ranks: int) -> str:
     """Say by which whole number a value is DDP's times or divided by, and where that may come from; "" by none."""
-    actual = actual.detach().double()
-    expected = expected.detach().double()
+    actual = actual.double()
+    expected = expected.double()
     if not all(0 < norm < math.inf for norm in (actual.norm(), expected.norm())):
         return ""
     for larger, smaller, relation, guess in (
@@ -332,7 +364,7 @@ def refuse_on_all_ranks(
     problems: list[Problem],
     remedy: str,
     axes: Sequence[fs.Axis],
-    find_place: Callable[[], str] | None = None,
+    find_place: Callable[[], str] = str,
 ) -> None:
     """Raise an AssertionError of this rank's problems, or that of the first rank that has any.
 
@@ -341,7 +373,7 @@ def refuse_on_all_ranks(
         problems: The leaves of this rank.
         remedy: What to do.
         axes: The ranks.
-        find_place: Called on all ranks if any has problems; what it returns follows the text.
+        find_place: Called on all ranks if any has problems; what it returns follows the text, by default nothing.
     """
     text = ""
     try:
@@ -350,5 +382,4 @@ def refuse_on_all_ranks(
         text = str(refusal)
     for rank, text_of_rank in enumerate(all_gather_object(text, axes, _API_NAME)):
         if text_of_rank:
-            place = find_place() if find_place is not None else ""
-            raise AssertionError((text or f"rank {rank}: {text_of_rank}") + place)
+            raise AssertionError((text or f"rank {rank}: {text_of_rank}") + find_place())

@@ -3,7 +3,6 @@
 import math
 import pickle
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +10,12 @@ import torch
 import fshard as fs
 from fshard.ext.testing.compare import differing_leaves, refuse_on_all_ranks
 from fshard.extend import (
+    FLOATING,
+    FRACTION,
     Problem,
     all_gather_object,
+    check_arguments,
+    check_numbers,
     expect,
     layout_axes,
     process_rank,
@@ -45,10 +48,11 @@ def check_adjoint(
         dtype: Dtype of the leaves; floating.
         seed: Seed of the random values.
         error: By how much the products of a lossy transform may differ, relative to the sum of the magnitudes of
-            their terms. 0 allows for rounding alone.
+            their terms; below 1. 0 allows for rounding alone.
 
     Raises:
         AssertionError: on every rank, with each leaf whose two products differ by more than rounding, and by how much.
+        ValueError: if an argument makes no sense, or no leaf has an element.
 
     >>> import fshard as fs
     >>> class Forgetful(fs.Wrapped):
@@ -62,11 +66,18 @@ def check_adjoint(
       [0]: expected inner products equal to within ... (shape (4,)), got <gather(x), y> = ... and <x, scatter(y)> = ...
     To fix: make scatter the transpose of gather, with the sum over ranks; error= allows for a lossy one, as 2**-8.
     """
+    try:
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+    except TypeError:
+        sizes = []
+    have_elements = isinstance(shapes, Sequence) and any(sizes)
+    expect(have_elements, "check_adjoint", "shapes of leaves with elements, such as [(5, 3)]", f"{shapes!r:.100}")
+    check_arguments("check_adjoint", FLOATING, dtype=dtype)
+    check_numbers("check_adjoint", FRACTION, error=error)
     params = fs.shard(_draw_normal(shapes, dtype, seed), transform)
     products = _inner_products(transform, params, seed + 1 + process_rank())
     # Each product rounds, and each sum over ranks.
-    ranks_summed = sum(axis.size for axis in transform.axes)
-    relative = error + tolerance(dtype, terms=1 + ranks_summed)
+    relative = error + tolerance(dtype, terms=1 + sum(axis.size for axis in transform.axes))
     problems = []
     for i, leaf in enumerate(params):
         of_gather, of_scatter, magnitude = products[i]
@@ -93,10 +104,8 @@ def _inner_products(transform: fs.ShardTransform, params: Any, seed: int) -> Any
     rows = []
     for leaf, full, y, grad in zip(params, gathered, cotangents, scattered, strict=True):
         copies = math.prod(axis.size for axis in transform.axes if leaf.spec.dim_of(axis) is None)
-        row = [_dot(full, y), _dot(leaf.local, grad) / copies, _dot(full.abs(), y.abs())]
-        rows.append(row)
-    sums = torch.tensor(rows, dtype=torch.float64).reshape(-1, 3)
-    return sum_over(sums, transform.axes).tolist()
+        rows.append([_dot(full, y), _dot(leaf.local, grad) / copies, _dot(full.abs(), y.abs())])
+    return sum_over(torch.tensor(rows, dtype=torch.float64), transform.axes).tolist()
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -159,7 +168,8 @@ def check_transform(
 
     Raises:
         AssertionError: on every rank, with every law that does not hold and by how much.
-        ValueError: if leaves stay split over some axis: a computation that uses them has to be parallel too.
+        ValueError: if leaves stay split over some axis: a computation that uses them has to be parallel too. And as by
+            `check_adjoint`.
 
     >>> import fshard as fs
     >>> def program():
@@ -197,9 +207,8 @@ def check_transform(
         distances.append(distance)
         claims.add(f"gather of [{i}] of shape {tuple(leaf.shape)}: relative error", distance, error)
     remedy = "mend these in the transform, or state its error where it is lossy"
-    headline = "check_transform: claims do not hold"
-    refuse_on_all_ranks(headline, claims.problems, remedy, transform.axes)
-    errors = all_gather_object(max(distances, default=0.0), transform.axes, "check_transform")
+    refuse_on_all_ranks("check_transform: claims do not hold", claims.problems, remedy, transform.axes)
+    errors = all_gather_object(max(distances), transform.axes, "check_transform")
     return TransformReport(gather_bytes, scatter_bytes, max(errors))
 
 
@@ -248,8 +257,7 @@ def _count_differing(actual: Any, expected: Any) -> int:
 def _draw_normal(shapes: Sequence[Sequence[int]], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
     """Draw normal numbers in float64, and round them to a dtype."""
     generator = torch.Generator().manual_seed(seed)
-    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
-    return [draw(tuple(shape)).to(dtype) for shape in shapes]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
 def _largest(tensor: torch.Tensor) -> float:

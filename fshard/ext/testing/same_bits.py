@@ -63,7 +63,8 @@ def assert_same_bits(
         timeout: Seconds that the run at one world size may take.
 
     Raises:
-        ValueError: if `step` or `state` is no function, it returns something else, or there are no batches.
+        ValueError: if `step` or `state` is no function, it returns something else, such as parameters that are not
+            sharded, there are no batches, or the world sizes are equal.
         AssertionError: with the first step and the first leaf that differ, how many of its elements differ, and the
             likely cause.
 
@@ -87,8 +88,8 @@ def assert_same_bits(
     expect(callable(step), "assert_same_bits", "step to be a function", describe(step))
     remedy = "pass a function of a mesh that makes the state, because each world size has its own"
     expect(callable(state), "assert_same_bits", "state to be a function", describe(state), remedy)
-    are_several = isinstance(world_sizes, Sequence) and len(world_sizes) > 1
-    expect(are_several, "assert_same_bits", "world_sizes to be two or more", f"{world_sizes!r:.100}")
+    are_different = isinstance(world_sizes, Sequence) and len(set(world_sizes)) > 1
+    expect(are_different, "assert_same_bits", "two or more different world_sizes", f"{world_sizes!r:.100}")
     steps = list(batches)
     expect(steps, "assert_same_bits", "batches of one step or more", "none")
     program = partial(_run_steps, step, state, steps)
@@ -111,6 +112,9 @@ def _run_steps(step: Callable[..., Any], state: Callable[..., Any], batches: Seq
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
     current = state(mesh)
     rows = [_values_of_state(current)]
+    is_sharded = any(isinstance(leaf, fs.Sharded) for leaf in flatten(current).leaves)
+    remedy = "lay them out on the mesh by fs.shard, or every rank gets all microbatches"
+    expect(is_sharded, "assert_same_bits", "state to return Sharded leaves", "none", remedy)
     for batch in batches:
         params = current.params if isinstance(current, fs.TrainState) else current
         out = step(current, fs.microbatches(batch, params))
@@ -118,8 +122,8 @@ def _run_steps(step: Callable[..., Any], state: Callable[..., Any], batches: Seq
         expect(is_step_result, "assert_same_bits", "step to return (state, loss) or (state, loss, aux)", describe(out))
         current, loss, *aux = out
         leaves = _values("loss", loss)
-        if aux:
-            leaves |= _values("aux", aux[0])
+        for tree in aux:
+            leaves |= _values("aux", tree)
         rows.append(leaves | _values_of_state(current))
     return [] if mesh.get_rank() else rows
 
@@ -162,8 +166,9 @@ def _report(number: int, ranks: tuple[int, int], differences: Values, leaves: Va
         f"  {first[0]}{first[1]}: {differences[first]}",
         "  leaves that differ: " + ", ".join(f"{counts[part]} of {totals[part]} in {part}" for part in counts),
         f"  {cause}",
+        f"To fix: {remedy}.",
     ]
-    return "\n".join([*lines, f"To fix: {remedy}."])
+    return "\n".join(lines)
 
 
 def _describe_difference(a: Any, b: Any) -> str:

@@ -223,6 +223,11 @@ def test_what_makes_no_sense_is_refused():
         ({"collectives": {"tp": 1}}, "collectives by names of the axes of the mesh, got 'tp'"),
         ({"collectives": -1}, "collectives to be a finite number, 0 or more, got -1"),
         ({"collectives": {"shard": {"['a']": "3"}}}, "collectives to be a finite number, 0 or more, got '3'"),
+        ({"collectives": {}}, "collectives to have a number, got none; pass 0 for none, or None to compare nothing"),
+        (
+            {"bytes_sent": {"shard": {}}},
+            "bytes_sent to have a number, got none; pass 0 for none, or None to compare nothing",
+        ),
         ({"bytes_sent": "1GB"}, "bytes_sent to be a finite number, 0 or more, got '1GB'"),
         ({"bytes_sent": {"shard": None}}, "bytes_sent to be a finite number, 0 or more, got None"),
         ({"peak_bytes": float("nan")}, "peak_bytes to be a finite number, 0 or more, got nan"),

@@ -61,6 +61,8 @@ WRONG = [
         fs.GradientTransformation(lambda params: {"norm": torch.zeros(())}, lambda grads, state, params: (grads, {})),
         "check_optimizer: the state has another structure after an update; return a state as init makes it",
     ),
+    # Of NaN nothing can be told.
+    (transformation(lambda grad: grad * torch.nan), "Greatest absolute difference: nan"),
     (optimizer(lambda param, grad: param - grad), "TypeError: unsupported operand"),
     (
         optimizer(lambda param, grad: param * 0.9 if grad is None else param - grad),
@@ -71,6 +73,19 @@ WRONG = [
         "check_optimizer: jitted, an update has other bits; compute by tensors alone: ",
     ),
 ]
+
+
+def test_what_would_compare_nothing_is_refused():
+    tx = fs.sgd(0.1)
+    for params, sizes, text in (
+        ({}, (1, 2), "params with elements, got none"),
+        ({"w": torch.ones(0, 3)}, (1, 2), "params with elements, got none"),
+        (PARAMS, (), "world_sizes to have one above 1, got ()"),
+        (PARAMS, (1,), "world_sizes to have one above 1, got (1,)"),
+        (PARAMS, 2, "world_sizes to have one above 1, got 2"),
+    ):
+        with pytest.raises(ValueError, match=f"^check_optimizer: expected {re.escape(text)}$"):
+            check_optimizer(tx, params, world_sizes=sizes)
 
 
 def test_what_is_wrong_is_named():

@@ -1,10 +1,12 @@
 """check_transform: it passes what is right, and names each way in which a transform can be wrong."""
 
+import re
+
 import pytest
 import torch
 
 import fshard as fs
-from fshard.testing import check_transform
+from fshard.testing import check_adjoint, check_transform
 from tests.ranks import on_ranks
 from tests.transforms.feedback import feedback
 from tests.trees import CASTS, STRATEGIES, meshes, one_axis, two_axes
@@ -113,6 +115,32 @@ def test_each_mistake_is_named():
     for wrong, text in WRONG.items():
         with pytest.raises(AssertionError, match=text):
             check_transform(wrong(plain))
+
+
+@on_ranks(2)
+def test_what_would_compare_nothing_is_refused():
+    transform = fs.fully_shard(one_axis())
+    shapes = "shapes of leaves with elements, such as [(5, 3)], got "
+    dtype, error = "dtype to be a floating torch.dtype such as ", "error to be a number, 0 or more and below 1, got "
+    for argument, options, text in (
+        ([], {}, f"{shapes}[]"),
+        ([(0, 3), (0,)], {}, f"{shapes}[(0, 3), (0,)]"),
+        # Its shapes would be used up by the first of several checks.
+        (iter([(2, 3)]), {}, f"{shapes}<list_iterator"),
+        ([3, 4], {}, f"{shapes}[3, 4]"),
+        ([(1.5,)], {}, f"{shapes}[(1.5,)]"),
+        (None, {}, f"{shapes}None"),
+        # Of complex numbers only the real parts would be compared.
+        ([(2, 3)], {"dtype": torch.complex64}, dtype),
+        ([(2, 3)], {"dtype": "float32"}, dtype),
+        # By an error of 1, zeros are as good as any values.
+        ([(2, 3)], {"error": 1.0}, f"{error}1.0"),
+        ([(2, 3)], {"error": torch.inf}, f"{error}inf"),
+        ([(2, 3)], {"error": True}, f"{error}True"),
+    ):
+        for check in (check_adjoint, check_transform):
+            with pytest.raises(ValueError, match=f"^check_adjoint: expected {re.escape(text)}"):
+                check(transform, argument, **options)
 
 
 @on_ranks(4)

@@ -34,13 +34,38 @@ def test_leaves_are_compared_as_torch_does():
         expected = torch.ones(1, dtype=dtype)
         assert [passes(expected + distance, expected) for distance in (1e-8, most, 10 * most)] == [True, True, False]
     nan, wide = torch.tensor([float("nan")]), torch.ones(2, dtype=torch.float64)
-    assert passes(nan, nan.clone(), exact=True)
+    assert (passes(nan, nan.clone(), exact=True), passes(nan, nan.clone())) == (True, False)
     assert passes(wide.float(), wide)
     for actual, expected in ((wide.float(), wide), (nan, wide[:1]), (wide[:1], wide), ({"w": None}, {"w": wide})):
         assert not passes(actual, expected, exact=True)
     text = "['w']: expected close values, got Mismatched elements: 1 / 2 (50.0%) Greatest absolute difference: 3.0 at "
     with pytest.raises(AssertionError, match=re.escape(text)):
         assert_trees_close({"w": torch.tensor([1.0, 4.0])}, {"w": torch.ones(2)}, rtol=0, atol=0)
+
+
+def test_what_would_compare_nothing_is_refused():
+    ones = torch.ones(2)
+    for options, text in (
+        ({"rtol": 0.0, "atol": torch.inf}, "atol to be a finite number, 0 or more, got inf"),
+        ({"rtol": torch.nan, "atol": 0.0}, "rtol to be a finite number, 0 or more, got nan"),
+        ({"rtol": 0.0, "atol": -1.0}, "atol to be a finite number, 0 or more, got -1.0"),
+        ({"rtol": "x", "atol": 0.0}, "rtol to be a finite number, 0 or more, got 'x'"),
+        ({"rtol": 0.0, "atol": True}, "atol to be a finite number, 0 or more, got True"),
+        ({"rtol": 1e-3}, "atol to be a finite number, 0 or more, got None"),
+    ):
+        with pytest.raises(ValueError, match=f"^assert_trees_close: expected {text}$"):
+            assert_trees_close({"w": ones}, {"w": 2 * ones}, **options)
+    with pytest.raises(ValueError, match="exact must be True or False, got 'no'"):
+        assert_trees_close(ones, ones, exact="no")
+    for exact in (True, False):
+        with pytest.raises(AssertionError, match=r"\['w'\]: expected .* values, got a tensor on the meta device\n"):
+            assert_trees_close({"w": ones.to("meta")}, {"w": ones}, exact=exact)
+    # Structures without leaves are compared too: an optimizer may have no state, and a module no buffers.
+    assert passes({"buffers": {}, "grad": None}, {"buffers": {}, "grad": None})
+    error = "check_pure: expected arguments with tensors, got none; pass the state and the batch behind the step"
+    for args in ((), (3, {}), (torch.nn.Linear(1, 1),)):
+        with pytest.raises(ValueError, match=error):
+            check_pure(lambda *args: ones.zero_(), *args)
 
 
 TX = fs.from_torch(torch.optim.SGD, lr=0.1)

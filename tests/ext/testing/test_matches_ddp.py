@@ -1,6 +1,7 @@
 """assert_matches_ddp: on every rank it names what differs from DDP."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -114,7 +115,8 @@ class Sloped(nn.Module):
         return nn.functional.leaky_relu(x, self.slope)
 
 
-def compare_slopes(slope, lr=0.1):
+def compare_slopes(slope=0.1, lr=0.1, **changes):
+    """Compare steps of two modules with DDP's, by other arguments where they are given."""
     model = fs.functionalize(Sloped(slope))
     tx = fs.from_torch(torch.optim.SGD, lr=lr)
 
@@ -125,15 +127,16 @@ def compare_slopes(slope, lr=0.1):
         loss, grads = fs.value_and_grad(loss_fn)(state.params, x)
         return fs.update(tx, state, grads), loss
 
-    assert_matches_ddp(
-        train_step,
-        fs.TrainState.create(model.init(fs.zero3(one_axis(), min_shard_elements=0)), tx),
-        [normal(my_rank())(5, 3)],
-        module=Sloped(0.1),
-        loss_fn=lambda ddp, x: ddp(x).square().mean(),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        exact=True,
-    )
+    arguments = {
+        "train_step": train_step,
+        "state": fs.TrainState.create(model.init(fs.zero3(one_axis(), min_shard_elements=0)), tx),
+        "batches": [normal(my_rank())(5, 3)],
+        "module": Sloped(0.1),
+        "loss_fn": lambda ddp, x: ddp(x).square().mean(),
+        "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "exact": True,
+    }
+    assert_matches_ddp(**arguments | changes)
 
 
 DONATED = "\nThe step donates its state. Without donation this error also names the operation that differs first."
@@ -158,6 +161,45 @@ def test_the_operation_that_differs_first_is_named_with_its_module_and_line():
         compare_slopes(0.2)
     with pytest.raises(AssertionError, match=re.escape(ALL_AGREE)):
         compare_slopes(0.1, lr=0.2)
+
+
+def wrong_calls():
+    """Arguments by which nothing is compared, or that are something else, and the refusals."""
+    module, optimizer = Sloped(0.1), torch.optim.SGD
+    unchanged = "batches that change DDP's parameters, got none that does; pass batches that are not used up, "
+    for name, value, text in (
+        ("batches", [], unchanged),
+        ("batches", iter(()), unchanged),
+        ("batches", [torch.full((5, 3), torch.nan, dtype=torch.float64)], unchanged),
+        ("optimizer", optimizer(module.parameters(), lr=0.1), "a function optimizer(parameters), got a SGD"),
+        ("optimizer", None, "a function optimizer(parameters), got None"),
+        ("module", Sloped, "module to be a torch.nn.Module, got the class Sloped"),
+        ("module", fs.functionalize(module), "module to be a torch.nn.Module, got a Model"),
+        ("loss_fn", None, "a function loss_fn(ddp, batch), got None"),
+        ("state", dict(module.named_parameters()), "state to be a TrainState, got a dict"),
+        ("train_step", None, "a function train_step(state, batch), got None"),
+        (
+            "train_step",
+            lambda state, x: x.mean(),
+            "train_step to return (state, loss), got a float64 Tensor of shape ()",
+        ),
+        ("train_step", lambda state, x: state, "train_step to return (state, loss), got a TrainState"),
+        ("train_step", lambda state, x: (state.params, x.mean()), "train_step to return (state, loss), got a tuple"),
+        ("train_step", lambda state, x: (state, 1.0), "train_step to return (state, loss), got a tuple"),
+    ):
+        yield {name: value}, text
+    yield {"lr": 0.0, "optimizer": partial(optimizer, lr=0.0)}, unchanged
+
+
+@on_ranks("2 processes")
+def test_calls_by_which_nothing_is_compared_are_refused():
+    compare_slopes()
+    for changes, text in wrong_calls():
+        with pytest.raises(ValueError, match=f"^assert_matches_ddp: expected {re.escape(text)}"):
+            compare_slopes(**changes)
+    for tolerance in (torch.inf, torch.nan, -1.0, "x", True):
+        with pytest.raises(ValueError, match="expected atol to be a finite number, 0 or more, got "):
+            compare_slopes(lr=0.2, exact=False, rtol=0.0, atol=tolerance)
 
 
 @on_ranks("2 processes")

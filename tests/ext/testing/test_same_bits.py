@@ -43,6 +43,10 @@ def with_a_leaf_more(state, microbatches):
     return *step(state, microbatches), {"count": 1} if len(microbatches) < len(BATCHES[0]) else {}
 
 
+def whole_step(params, microbatches):
+    return params, torch.stack(microbatches).sum()
+
+
 DIFFERENT = {
     "sums in turn": (
         partial(step, reduction_order=None, aux=True),
@@ -98,7 +102,13 @@ def test_what_makes_no_sense_is_refused():
     for arguments, text in (
         ((None, state, BATCHES), "expected step to be a function, got None"),
         ((step, state, []), "expected batches of one step or more, got none"),
-        ((step, state, BATCHES, (4,)), "expected world_sizes to be two or more, got (4,)"),
+        ((step, state, BATCHES, (4,)), "expected two or more different world_sizes, got (4,)"),
+        ((step, state, BATCHES, (2, 2)), "expected two or more different world_sizes, got (2, 2)"),
+        # Without shards, every rank has all microbatches, and so the bits of one rank.
+        (
+            (whole_step, lambda mesh: {"w": torch.ones(3)}, BATCHES, (1, 2)),
+            "expected state to return Sharded leaves, got",
+        ),
         ((lambda state, batch: state, state, BATCHES, (1, 2)), "expected step to return (state, loss) or (state, loss"),
     ):
         with pytest.raises((TypeError, ValueError, RuntimeError), match=re.escape(f"assert_same_bits: {text}")):
