@@ -92,8 +92,9 @@ def assert_step(
         rows |= {row: str(cost) for row, cost in costs.items()}
         expected = rows if saved is None else _allow_peak(saved, rows)
         unmet = _list_unmet(costs, counts, limits)
-        lines, actual = _list_lines(expected | unmet), _list_lines(rows)
-        failures += difflib.unified_diff(lines, actual, "expected", "got", n=_CONTEXT, lineterm="")
+        failures += difflib.unified_diff(
+            _list_lines(expected | unmet), _list_lines(rows), "expected", "got", n=_CONTEXT, lineterm=""
+        )
         if expected != rows:
             failures.append(f"To fix: mend the step. If it is meant to change, write {path} anew with update=True.")
     if failures:
@@ -151,9 +152,7 @@ class _Cost(NamedTuple):
 
 
 def _write_count(collectives: float) -> str:
-    if collectives == 1:
-        return "1 collective"
-    return f"{collectives} collectives"
+    return "1 collective" if collectives == 1 else f"{collectives} collectives"
 
 
 def _list_costs(plan: Any) -> dict[str, _Cost]:

@@ -22,9 +22,9 @@ def check_optimizer(
 
     It makes three updates with random gradients, under several strategies and on each number of ranks. They must end
     where those of one rank end, as closely as torch.testing.assert_close asks. They must not change their arguments,
-    must give the same bits when they are repeated and when they are jitted, must keep the structure of the state, and
-    must leave a parameter whose gradient is None as it is. The usual mistake is to take a norm or a sum of this rank's
-    part of a leaf: see `leaf_norms`.
+    must give the same bits when they are repeated and when they are jitted, must keep the structure of the state, must
+    leave a parameter whose gradient is None as it is, and must keep all finite. The usual mistake is to take a norm or
+    a sum of this rank's part of a leaf: see `leaf_norms`.
     Call it outside of ranks.
 
     Args:
@@ -60,8 +60,12 @@ def check_optimizer(
     )
     refuse("check_optimizer: leaves are no tensors", problems, "keep other values out of the tree")
     expect(any(leaf.numel() for leaf in fs.tree_leaves(params)), "check_optimizer", "params with elements", "none")
-    are_several = isinstance(world_sizes, Sequence) and max(world_sizes, default=0) > 1
-    expect(are_several, "check_optimizer", "world_sizes to have one above 1", f"{world_sizes!r:.100}")
+    expect(
+        isinstance(world_sizes, Sequence) and max(world_sizes, default=0) > 1,
+        "check_optimizer",
+        "world_sizes to have one above 1",
+        f"{world_sizes!r:.100}",
+    )
     tx = tx if isinstance(tx, fs.Optimizer) else fs.chain(tx, fs.sgd(0.1))
     gradients = [_draw_gradients(params, step) for step in range(STEPS)]
 
@@ -77,6 +81,8 @@ def check_optimizer(
             raise cause if isinstance(cause, AssertionError) else error from None
         if expected is None:
             expected = results[0]["ddp"]
+            is_finite = fs.global_norm(expected["params"]).isfinite()
+            expect(is_finite, "check_optimizer", "finite parameters", "NaN or infinity", error=AssertionError)
         for name in results[0]:
             law = f"{world_size} ranks under {name} do not end where one rank does; {_NORMS}"
             for result in results:

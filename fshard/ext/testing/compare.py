@@ -17,7 +17,6 @@ from fshard.extend import (
     NOT_NEGATIVE,
     Problem,
     all_gather_object,
-    check_flags,
     check_numbers,
     describe,
     expect,
@@ -48,19 +47,19 @@ def assert_trees_close(
     """Assert that two trees hold the same values, whatever their leaves are stored as.
 
     Shards of equal specs are compared in place, without their padding. If only one side is sharded, or the specs
-    differ, leaves are unsharded first, on every rank. Values are compared as torch.testing.assert_close does, to which
-    NaN equals nothing.
+    differ, leaves are unsharded first, on every rank. Values are compared as torch.testing.assert_close does with
+    equal_nan=True: NaN equals NaN.
 
     Args:
         actual: Pytree of Sharded leaves, tensors, arrays or numbers.
         expected: A tree of the same structure.
         rtol: Relative tolerance; by default that of torch.testing.assert_close for the leaf's dtype.
         atol: Absolute tolerance; pass it if rtol is passed.
-        exact: Ask for equal values bit for bit (NaN equals NaN) and equal dtypes instead.
+        exact: Ask for equal values bit for bit and equal dtypes instead.
 
     Raises:
         ValueError: if structures differ, or a tolerance is no finite number.
-        AssertionError: with the path of every leaf that differs, by how much and where, or that has no values.
+        AssertionError: with the path of every leaf that differs, by how much and where.
 
     >>> assert_trees_close({"w": torch.ones(2)}, {"w": torch.ones(2, dtype=torch.float64)})
     """
@@ -72,7 +71,6 @@ def differing_leaves(
     actual: Any, expected: Any, rtol: float | None = None, atol: float | None = None, exact: bool = False
 ) -> list[Problem]:
     """List the leaves of two trees that differ; see `assert_trees_close`."""
-    check_flags("assert_trees_close", exact=exact)
     flat, expected_flat = flatten(actual), flatten(expected)
     same_structure("assert_trees_close", flat, expected_flat)
     left, right = list(flat.leaves), list(expected_flat.leaves)
@@ -88,17 +86,13 @@ def differing_leaves(
     def describe_difference(a: Any, b: Any) -> tuple[str, str] | None:
         if a is None or b is None:
             return None if a is b else (f"{a!r} and {b!r}", words)
-        a, b = map(torch.as_tensor, (a, b))
-        # To torch, any two tensors on the meta device are equal.
-        if a.is_meta or b.is_meta:
-            return "a tensor on the meta device", words
         try:
             torch.testing.assert_close(
-                a,
-                b,
+                torch.as_tensor(a),
+                torch.as_tensor(b),
                 rtol=rtol,
                 atol=atol,
-                equal_nan=exact,
+                equal_nan=True,
                 check_device=False,
                 check_dtype=exact,
             )
@@ -218,17 +212,8 @@ def assert_matches_ddp(
     >>> state.step
     tensor(2)
     """
-    are_processes = dist.get_backend() != "threaded"
-    expect(are_processes, _API_NAME, "ranks to be processes", "threads", "run it by spmd(f, Workers(n))")
-    kind: Any
-    for text, argument, kind in (
-        ("a function train_step(state, batch)", train_step, Callable),
-        ("state to be a TrainState", state, fs.TrainState),
-        ("module to be a torch.nn.Module", module, nn.Module),
-        ("a function loss_fn(ddp, batch)", loss_fn, Callable),
-        ("a function optimizer(parameters)", optimizer, Callable),
-    ):
-        expect(isinstance(argument, kind), _API_NAME, text, describe(argument))
+    expect(dist.get_backend() != "threaded", _API_NAME, "ranks to be processes", "threads", "use spmd(f, Workers(n))")
+    _check_kinds(train_step=train_step, state=state, module=module, loss_fn=loss_fn, optimizer=optimizer)
     ranks = ranks_of(mesh)
     group = resolve_process_group(ranks.group_name)
     reference = DistributedDataParallel(copy.deepcopy(module), process_group=group, find_unused_parameters=True)
@@ -236,29 +221,32 @@ def assert_matches_ddp(
     initial = _copy_tensors(named_buffers(module))
     has_trained = False
     for step, batch in enumerate(batches):
-        loss = loss_fn(reference, batch)
         before = _copy_tensors(named_parameters(reference.module))
-        expected = _step_of_ddp(reference, torch_optimizer, loss, group)
+        expected = _step_of_ddp(reference, torch_optimizer, loss_fn(reference, batch), group)
         state_before = state
-        match train_step(state, batch):
-            case fs.TrainState() as state, torch.Tensor() as objective:
-                pass
-            case out:
-                expect(False, _API_NAME, "train_step to return (state, loss)", describe(out))
+        out = train_step(state, batch)
+        is_step_result = type(out) is tuple and isinstance(out[0], fs.TrainState)
+        expect(is_step_result, _API_NAME, "train_step to return (state, loss)", describe(out))
+        state, objective = out
         # A state without buffers leaves those of the module as they were.
         buffers = initial | dict(fs.unshard(state.buffers) or {})
         actual = {"loss": objective.detach(), "params": fs.unshard(state.params), "buffers": buffers}
         problems = differing_leaves(actual, expected, rtol, atol, exact)
         ratios = _describe_ratios(actual, expected, before, dist.get_world_size(group)) if problems else ""
         headline = f"step {step} (counted from 0) is the first that differs from DDP: {ratios or 'trees differ'}"
-        find_place = partial(
-            _find_place, train_step, loss_fn, module, state_before, batch, BOUND_IF_EXACT if exact else rtol
-        )
+        bound = BOUND_IF_EXACT if exact else rtol
+        find_place = partial(_find_place, train_step, loss_fn, module, state_before, batch, bound)
         refuse_on_all_ranks(headline, problems, "look at the first leaf that differs", [ranks], find_place)
         has_trained |= 0 < _flat_change(expected["params"], before).abs().max().item() < math.inf
-    remedy = "pass batches that are not used up, a learning rate above 0, and a loss with finite gradients, not all 0"
-    expect(has_trained, _API_NAME, "batches that change DDP's parameters", "none that does", remedy)
+    expect(has_trained, _API_NAME, "batches, not used up, that change DDP's parameters to finite ones", "none")
     return state
+
+
+def _check_kinds(**arguments: Any) -> None:
+    """Refuse arguments of assert_matches_ddp that are something else: a state, a module, or else a function."""
+    for name, argument in arguments.items():
+        kind: Any = {"state": fs.TrainState, "module": nn.Module}.get(name, Callable)
+        expect(isinstance(argument, kind), _API_NAME, f"{name} to be a {kind.__name__}", describe(argument))
 
 
 def _find_place(
@@ -280,13 +268,11 @@ def _find_place(
         def loss_of(params: Any, batch: Any) -> torch.Tensor:
             # Stands for the module that DDP wraps.
             def forward(*args: Any, **kwargs: Any) -> Any:
-                out, _ = model.apply(params, *args, buffers=buffers, **kwargs)
-                return out
+                return model.apply(params, *args, buffers=buffers, **kwargs)[0]
 
             return loss_fn(forward, batch)
 
-        objective, _ = fs.value_and_grad(loss_of)(state.params, batch)
-        return objective
+        return fs.value_and_grad(loss_of)(state.params, batch)[0]
 
     try:
         difference = fs.diff(reference_step, train_step, state, batch, bound=bound or BOUND)
@@ -313,7 +299,7 @@ def _describe_ratios(
     of_change = _describe_ratio("the change of the parameters", change, expected_change, ranks)
     if of_change:
         of_change += " Or do the learning rates differ?"
-    return "; ".join(text for text in (of_loss, of_change) if text)
+    return "; ".join(filter(None, (of_loss, of_change)))
 
 
 def _flat_change(params: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -351,7 +337,7 @@ def _step_of_ddp(
     buffers = _copy_tensors(named_buffers(reference.module))
     for buffer in buffers.values():
         dist.broadcast(buffer, group=group, group_src=0)
-    params = {name: parameter.detach() for name, parameter in named_parameters(reference.module)}
+    params = _copy_tensors(named_parameters(reference.module))
     return {"loss": mean / dist.get_world_size(group), "params": params, "buffers": buffers}
 
 

@@ -153,10 +153,11 @@ def _values(part: str, tree: Any) -> Values:
 
 def _report(number: int, ranks: tuple[int, int], differences: Values, leaves: Values) -> str:
     """Describe the first step that differs, or the state before all steps, whose number is -1."""
-    place = f"step {number} (counted from 0) has" if number >= 0 else "the states to start from have"
+    place = f"step {number} (counted from 0) has"
     first = next(iter(differences))
     cause, remedy = _CAUSES[first[0].partition(".")[0]]
     if number < 0:
+        place = "the states to start from have"
         cause = "the function that makes the state"
         remedy = "make it of the same values, such as by model.init(strategy, seed=0)"
     counts = Counter(part for part, _ in differences)

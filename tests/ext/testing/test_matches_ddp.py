@@ -166,18 +166,18 @@ def test_the_operation_that_differs_first_is_named_with_its_module_and_line():
 def wrong_calls():
     """Arguments by which nothing is compared, or that are something else, and the refusals."""
     module, optimizer = Sloped(0.1), torch.optim.SGD
-    unchanged = "batches that change DDP's parameters, got none that does; pass batches that are not used up, "
+    unchanged = "batches, not used up, that change DDP's parameters to finite ones, got none"
     for name, value, text in (
         ("batches", [], unchanged),
         ("batches", iter(()), unchanged),
         ("batches", [torch.full((5, 3), torch.nan, dtype=torch.float64)], unchanged),
-        ("optimizer", optimizer(module.parameters(), lr=0.1), "a function optimizer(parameters), got a SGD"),
-        ("optimizer", None, "a function optimizer(parameters), got None"),
-        ("module", Sloped, "module to be a torch.nn.Module, got the class Sloped"),
-        ("module", fs.functionalize(module), "module to be a torch.nn.Module, got a Model"),
-        ("loss_fn", None, "a function loss_fn(ddp, batch), got None"),
+        ("optimizer", optimizer(module.parameters(), lr=0.1), "optimizer to be a Callable, got a SGD"),
+        ("optimizer", None, "optimizer to be a Callable, got None"),
+        ("module", Sloped, "module to be a Module, got the class Sloped"),
+        ("module", fs.functionalize(module), "module to be a Module, got a Model"),
+        ("loss_fn", None, "loss_fn to be a Callable, got None"),
         ("state", dict(module.named_parameters()), "state to be a TrainState, got a dict"),
-        ("train_step", None, "a function train_step(state, batch), got None"),
+        ("train_step", None, "train_step to be a Callable, got None"),
         (
             "train_step",
             lambda state, x: x.mean(),
@@ -185,7 +185,6 @@ def wrong_calls():
         ),
         ("train_step", lambda state, x: state, "train_step to return (state, loss), got a TrainState"),
         ("train_step", lambda state, x: (state.params, x.mean()), "train_step to return (state, loss), got a tuple"),
-        ("train_step", lambda state, x: (state, 1.0), "train_step to return (state, loss), got a tuple"),
     ):
         yield {name: value}, text
     yield {"lr": 0.0, "optimizer": partial(optimizer, lr=0.0)}, unchanged
