@@ -273,7 +273,8 @@ def share_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
     is_shared = [
         count_uses(storage._cdata) != uses
         or count_references(storage) != references
-        or (not storage.resizable() and _is_of_array(storage))
+        # The memory of an array, and not pinned or shared on purpose.
+        or not (storage.resizable() or storage.is_pinned() or storage.is_shared())
         for storage in storages
     ]
     del is_shared[0]
@@ -281,11 +282,6 @@ def share_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
         return is_shared
     rest = iter(is_shared)
     return [has and next(rest) for has in has_memory]
-
-
-def _is_of_array(storage: Any) -> bool:
-    """Whether it is the memory of an array, and not pinned or shared on purpose."""
-    return not (storage.resizable() or storage.is_pinned() or storage.is_shared())
 
 
 def copied_as_it_is(tensor: torch.Tensor) -> torch.Tensor:

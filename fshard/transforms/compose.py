@@ -23,7 +23,7 @@ from fshard.transforms.base import (
     walk_parts,
 )
 from fshard.transforms.run import PendingScatter, check_number, check_stateless, start_scatter
-from fshard.transforms.structure import layout_axes, sends, split_stages, summed_axes, sums_gradients
+from fshard.transforms.structure import layout_axes, sends, split_stages, summed_axes
 from fshard.tree import MASK, Axis, Mask, ModelDtypes, ReshardPolicy, Spec, Tree, is_mask, matches
 from fshard.tree.checks import describe
 
@@ -59,7 +59,7 @@ class _Composed(Container):
         for stage in reversed(self.stages):
             states.append(stage.init(grad))
             # The stages before this one get gradients of the shape that its scatter returns.
-            if sums_gradients(stage):
+            if summed_axes(stage):
                 spec = stage.layout(spec)
             grad = grad.new_zeros(()).expand(spec.local_shape)
         if all(state is None for state in states):

@@ -13,7 +13,7 @@ from fshard.transforms import ShardTransform, cast, compose, fully_shard
 from fshard.transforms import replicate as replicate_transform
 from fshard.transforms.base import Container
 from fshard.transforms.compose import compose_with_policy
-from fshard.transforms.structure import layout_axes, sums_gradients
+from fshard.transforms.structure import layout_axes, summed_axes
 from fshard.tree import Axis, ModelDtypes, ReshardPolicy, is_mask
 from fshard.tree.checks import COUNT, FLOATING, check_arguments
 
@@ -284,7 +284,7 @@ def _check_layout(api_name: str, layout: Any, min_shard_elements: int | None) ->
 def _check_regather_axis(api_name: str, layout: Any, regather_axis: Any) -> None:
     """Refuse an axis that is not the last of several to be gathered over."""
     stages = layout.stages if isinstance(layout, Container) else ()
-    names = [[axis.name for axis in stage.axes] for stage in stages if sums_gradients(stage)]
+    names = [[axis.name for axis in stage.axes] for stage in stages if summed_axes(stage)]
     is_last = len(names) > 1 and names[-1] == [regather_axis]
     expected = "regather_axis to be the last of several axes to be gathered over"
     remedy = 'name it first, as in axis=("local", "node"), regather_axis="local"'

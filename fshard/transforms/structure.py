@@ -39,14 +39,9 @@ def summed_axes(transform: ShardTransform) -> tuple[Axis, ...]:
     return tuple(axis for axis in transform.axes if axis not in left_alone)
 
 
-def sums_gradients(part: ShardTransform) -> bool:
-    """Whether the scatter of a part of a transform sums over ranks."""
-    return bool(part.axes) and not isinstance(part, _SplitDim)
-
-
 def sends(stage: ShardTransform) -> bool:
     """Tell whether a stage communicates when it scatters."""
-    return sums_gradients(stage) and any(axis.size > 1 for axis in stage.axes)
+    return any(axis.size > 1 for axis in summed_axes(stage))
 
 
 class Reduction(NamedTuple):
@@ -89,7 +84,7 @@ def reduction(transform: Any) -> Reduction:
 def _read_reduction(transform: ShardTransform) -> Reduction:
     parts = list(walk_parts(transform))
     # No transform of this package keeps a tensor that it returns. Others may, which nobody can see from here.
-    is_new = not foreign_names(transform) and any(axis.size > 1 for axis in summed_axes(transform))
+    is_new = not foreign_names(transform) and sends(transform)
     halves = _find_halves(transform)
     return Reduction(
         dtype=_reduction_dtype(parts),
@@ -104,7 +99,7 @@ def _find_halves(transform: Any) -> tuple[ShardTransform, ShardTransform] | None
     while isinstance(transform, Wrapped) and all(map(partial(is_default, type(transform)), SCATTERS)):
         transform = transform.inner
     stages = transform.stages if isinstance(transform, Container) else ()
-    summing = [number for number, stage in enumerate(stages) if sums_gradients(stage)]
+    summing = [number for number, stage in enumerate(stages) if summed_axes(stage)]
     return split_stages(transform, summing[0] + 1) if len(summing) > 1 else None
 
 
@@ -135,7 +130,7 @@ def _reduction_dtype(parts: list[ShardTransform]) -> torch.dtype | None:
     for part in reversed(parts):
         if isinstance(part, _Cast):
             dtype = part.scatter_dtype or dtype
-        elif sums_gradients(part) and next(walk_parts(part)) is part:
+        elif summed_axes(part) and next(walk_parts(part)) is part:
             # A cast behind the sum does not change its dtype.
             break
     return dtype
