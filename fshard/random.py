@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -94,21 +94,19 @@ def _read_states() -> torch.Tensor:
 
 
 def _set_states(states: torch.Tensor) -> None:
-    for module in _modules_of_generators():
-        size = module.get_rng_state().numel()
-        module.set_rng_state(states[:size].clone())
-        states = states[size:]
+    for module, state in zip(_modules_of_generators(), states.split(_state_sizes()), strict=True):
+        module.set_rng_state(state.clone())
 
 
 @functools.cache
-def _count_state_bytes() -> int:
+def _state_sizes() -> list[int]:
     with _compat.outside_modes():
-        return _read_states().numel()
+        return [module.get_rng_state().numel() for module in _modules_of_generators()]
 
 
 # Of torch's generators, as operators for a graph.
 random_state = ops.operator(
-    "random_state() -> Tensor", _read_states, lambda: torch.empty(_count_state_bytes(), dtype=torch.uint8, device="cpu")
+    "random_state() -> Tensor", _read_states, lambda: torch.empty(sum(_state_sizes()), dtype=torch.uint8, device="cpu")
 )
 set_random_state = ops.operator("set_random_state(Tensor state) -> ()", _set_states, lambda state: None)
 seed = ops.operator("seed(Tensor key) -> ()", _seed, lambda key: None, ops.TAGS)
@@ -116,19 +114,8 @@ seed = ops.operator("seed(Tensor key) -> ()", _seed, lambda key: None, ops.TAGS)
 EFFECTS = (set_random_state, seed)
 
 
-def keeping_generators() -> AbstractContextManager[None]:
-    """Put the states of this process's generators back at the end of a context.
-
-    By itself, torch would read the generators of all accelerators of the host, and warn that this may be slow.
-    """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return torch.random.fork_rng(devices=[])
-    return torch.random.fork_rng([torch.accelerator.current_device_index()], device_type=accelerator.type)
-
-
 @contextmanager
-def restoring_state() -> Iterator[None]:
+def keeping_generators() -> Iterator[None]:
     """Put the states of this process's generators back at the end of a context, in a graph too."""
     before = _compat.plain(random_state())
     try:
@@ -144,14 +131,12 @@ def seeded(key: torch.Tensor | int) -> Iterator[None]:
     torch.utils.checkpoint keeps the generators' states itself, so that what it computes again draws the same.
     """
     key = key_of("apply", key)
-    if _compat.is_tracing():
-        with restoring_state():
+    with keeping_generators():
+        if _compat.is_tracing():
             # A sum, because an operator of constants alone would run now.
             seed(torch.zeros((), dtype=torch.int64) + key)
-            yield
-        return
-    with keeping_generators():
-        _seed(key)
+        else:
+            _seed(key)
         yield
 
 

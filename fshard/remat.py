@@ -104,7 +104,7 @@ def _run_under_transforms(f: Callable[..., Any], contexts: Contexts, args: Any, 
             return run_on_tensors(*given)
 
     def run_again(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with random.restoring_state():
+        with random.keeping_generators():
             # Draw what the forward drew.
             random.set_random_state(random_state)
             with recomputation_context:
