@@ -4,13 +4,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from os import PathLike
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fshard import lazy_names
 from fshard.checkpoint.errors import CheckpointError
 from fshard.checkpoint.exchange import Exchange
-from fshard.checkpoint.files import Manifest
-from fshard.checkpoint.restore import LABEL, ReadChunk, latest_step, restore, select
+from fshard.checkpoint.restore import LABEL, latest_step, restore, select
 from fshard.checkpoint.save import read_step, save
 from fshard.checkpoint.saving import Saving
 from fshard.checkpoint.unfinished import complete_leftovers
@@ -21,37 +20,11 @@ from fshard.mesh import Mesh
 from fshard.tree import Tree
 from fshard.tree.checks import NUMBER, check_arguments, check_flags, describe
 
+if TYPE_CHECKING:
+    from fshard.ext.memory.generations import Generations
+    from fshard.ext.memory.search import Generation
+
 find_in_extensions = lazy_names.make_getattr("fshard.checkpoint.manager")
-
-
-class StateInMemory(Protocol):
-    """A whole state that an extension has found in memory."""
-
-    step: int
-
-    def manifest(self) -> Manifest:
-        """Return its leaves, with the chunks that this rank can read."""
-
-    read_chunk: ReadChunk
-
-
-class StatesInMemory(Protocol):
-    """What the manager asks of an extension that keeps states in memory; every rank makes the same calls."""
-
-    def save(self, state: Tree, step: int) -> None:
-        """Keep a state, which counts when all ranks have returned."""
-
-    def find(self, exchange: Exchange, step: int | None) -> Sequence[StateInMemory]:
-        """Find the whole states of a step, or with None those not older than the checkpoint saved last, newest first.
-
-        Every rank gets the same ones.
-        """
-
-    def goes_back(self, step: int) -> bool:
-        """Whether a restart would read a state of a later step than the one that is saved next."""
-
-    def remove(self) -> None:
-        """Remove all states."""
 
 
 class Manager:
@@ -125,7 +98,7 @@ class Manager:
         self._every = every
         self._memory_every = memory_every
         self._mesh = mesh
-        self._memory: StatesInMemory | None = None
+        self._memory: Generations | None = None
         if memory is not False:
             self._memory = find_in_extensions("open_memory")(exchange, root, memory)
         self._save = partial(save, root, keep=keep, asynchronous=asynchronous, mesh=mesh)
@@ -274,7 +247,7 @@ class Manager:
             self._saving.finish_at_exit()
             self._saving = None
 
-    def _find_in_memory(self, step: int | None) -> Sequence[StateInMemory]:
+    def _find_in_memory(self, step: int | None) -> "Sequence[Generation]":
         """Find the states in memory of a step, or the newest of all."""
         if self._memory is None:
             return ()
