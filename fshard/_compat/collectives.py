@@ -59,26 +59,8 @@ def group_size(name: str) -> int | None:
 
 def group_devices(name: str) -> dict[str, str]:
     """The backends of the process group of a name, by the types of devices that they serve. Checked on 2.13."""
-    group = resolve_process_group(name)
-    if isinstance(group, _FakeGroup):
-        return {"cuda" if group.backend == "nccl" else "cpu": group.backend}
-    return dict(pair.split(":") for pair in torch.distributed.get_backend_config(group).split(","))
-
-
-class _FakeGroup(ProcessGroup):
-    """A process group that cannot communicate.
-
-    Args:
-        name: A name that no other group has.
-        rank: This process's rank in the group.
-        size: The number of its ranks.
-        backend: What it says it runs on.
-    """
-
-    def __init__(self, name: str, rank: int, size: int, backend: str) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
-        self._set_group_name(name)  # type: ignore[arg-type]
-        self.backend = backend
+    config = torch.distributed.get_backend_config(resolve_process_group(name))
+    return dict(pair.split(":") for pair in config.split(","))
 
 
 @contextmanager
@@ -94,12 +76,17 @@ def fake_process_groups(groups: Mapping[str, tuple[int, int]], backend: str) -> 
     Yields:
         Nothing.
     """
+    device = "cuda" if backend == "nccl" else "cpu"
+    configs = torch.distributed.distributed_c10d._world.pg_backend_config
     with ExitStack() as registered:
         for name, (rank, size) in groups.items():
-            group = _FakeGroup(name, rank, size, backend)
-            _register_process_group(name, group)  # type: ignore[arg-type]
+            group = ProcessGroup(rank, size)  # type: ignore[call-arg]
+            group._set_group_name(name)  # type: ignore[arg-type]
+            configs[group] = f"{device}:{backend}"
             # The registry does not keep the group alive.
-            registered.callback(lambda name, _: _unregister_process_group(name), name, group)  # type: ignore[arg-type]
+            registered.callback(configs.pop, group)
+            _register_process_group(name, group)  # type: ignore[arg-type]
+            registered.callback(_unregister_process_group, name)  # type: ignore[arg-type]
         yield
 
 
@@ -219,10 +206,11 @@ def make_pair(name: str, run: Callable[[Callable[[Any], Any]], Any]) -> Pair | N
     Raises:
         RuntimeError: if a rank does not come within the timeout.
     """
-    group = resolve_process_group(name)
-    if group_devices(name).get("cpu") != "gloo":
+    seconds = timeout_of(name)
+    if seconds == math.inf:
         return None
-    gloo, timeout = torch.distributed.ProcessGroupGloo, timedelta(seconds=timeout_of(name))
+    group = resolve_process_group(name)
+    gloo, timeout = torch.distributed.ProcessGroupGloo, timedelta(seconds=seconds)
 
     def make_options() -> Any:
         options: Any = gloo._Options()  # type: ignore[attr-defined]
@@ -387,16 +375,12 @@ class StoreClient:
         with collecting_sockets() as opened:
             self.store = connect()
         server = server_of(self.store)
-        # None where the store is no server's, or the system does not show sockets.
-        self._sockets = {fd: inode for fd, inode in opened.items() if server and _ports_of_socket(fd)[1] == server[1]}
-
-    def is_connected(self) -> bool:
-        """Whether there is a connection that `disconnect` can end."""
-        return bool(self._sockets)
+        # Those of the connection; none where the store is no server's, or the system does not show sockets.
+        self.sockets = {fd: inode for fd, inode in opened.items() if server and _ports_of_socket(fd)[1] == server[1]}
 
     def disconnect(self) -> None:
         """End the connection, for good: what waits on it, or asks by it later, raises an error."""
-        for fd in _still_open(self._sockets):
+        for fd in _still_open(self.sockets):
             # It may have gone meanwhile.
             with suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
                 duplicate.shutdown(socket.SHUT_RDWR)

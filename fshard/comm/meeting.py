@@ -338,7 +338,7 @@ class Meeting:
             return make(self.store)
         if self.client is None:
             self.client = _compat.StoreClient(lambda: _compat.clone_of(self.store))
-        if not self._watcher and self.client.is_connected():
+        if not self._watcher and self.client.sockets:
             self._watcher = threading.Thread(target=self._watch_others, name="fshard init_mesh", daemon=True)
             self._watcher.start()
         self._since = time.monotonic()
