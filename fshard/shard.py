@@ -2,7 +2,7 @@
 
 import functools
 import zlib
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from fshard.tree.masks import MASK, Mask, is_mask, matches
 
 # The remedy of an unshard in a loss.
 LOOK = "use fs.gather in a loss, and fs.gather(...) and detach() for a constant. To look at values use torch.no_grad()"
+FULL_TENSORS = "pass full tensors whose shapes fit the strategy"
 SAME_TREE = (
     "build the same tree on every rank from the same seed. Simulated ranks share one random generator, so build the "
     "tree before you start them"
@@ -63,9 +64,10 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = N
     """
     check_transform(transform, "shard")
     flat = flatten(full_tree)
+    refuse_donated("shard", flat)
     layouts = Layouts("shard", transform, flat.names, flat.leaves)
     chosen = _choose_frozen("shard", frozen, flat)
-    remedy = tree_remedy(flat.leaves, "pass full tensors whose shapes fit the strategy")
+    remedy = tree_remedy(flat.leaves, FULL_TENSORS)
     # What ranks compare, by the leaves' paths.
     entries = {"(structure)": describe_node_types(flat.treedef)}
     specs: list[Spec | None] = []
@@ -89,11 +91,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = N
             spec = layouts.of(path, name, leaf, whole)
             entries[path] = fingerprint(leaf, spec)
         specs.append(spec)
-    # Ranks compare before any of them refuses its tree: a tree may be wrong on one rank alone.
-    differences = comm.find_disagreement(entries, layout_axes(transform), "shard")
-    refuse("shard: ranks hold different trees", differences, SAME_TREE)
-    refuse_donated("shard", flat)
-    refuse("shard: leaves cannot be sharded", layouts.problems, remedy)
+    layouts.check(entries, remedy)
     shards = []
     for leaf, spec in zip(flat.leaves, specs, strict=True):
         shards.append(None if spec is None else stored(local_piece(leaf.detach(), spec), spec))
@@ -401,6 +399,18 @@ class Layouts:
         except LayoutError as error:
             self.problems.append(Problem(path, error.got, error.expected))
             return spec
+
+    def check(self, facts: Mapping[str, str], remedy: str = FULL_TENSORS) -> None:
+        """Refuse, on every rank, trees that differ between ranks or do not fit the transform.
+
+        Args:
+            facts: What ranks compare, by the leaves' paths.
+            remedy: What the caller can do about leaves that do not fit.
+        """
+        # Ranks compare before any of them refuses its tree: a tree may be wrong on one rank alone.
+        differences = comm.find_disagreement(facts, layout_axes(self._transform), "shard")
+        refuse("shard: ranks hold different trees", differences, SAME_TREE)
+        refuse("shard: leaves cannot be sharded", self.problems, remedy)
 
 
 def _lay_out(transform: ShardTransform, spec: Spec) -> Spec:

@@ -14,7 +14,7 @@ from fshard.errors import Problem, expect, refuse
 from fshard.init.drawing import Reset, blank_like, is_left_out, own_reset
 from fshard.init.replay import replay
 from fshard.random import keeping_generators
-from fshard.shard import SAME_TREE, Layouts, fingerprint, is_frozen, stored, unfit
+from fshard.shard import Layouts, fingerprint, is_frozen, stored, unfit
 from fshard.transforms import ShardTransform
 from fshard.transforms.structure import layout_axes
 from fshard.tree import Axis, Sharded, Spec
@@ -61,7 +61,7 @@ def init(
     expect(mode in ("replay", "counter"), "model.init", 'mode to be "replay" or "counter"', repr(mode))
     check_arguments("model.init", SEED, seed=seed)
     params = dict(_compat.named_parameters(module))
-    specs, facts, misfits = _lay_out(params, transform)
+    specs, facts, layouts = _lay_out(params, transform)
     root_problems = [] if reset else _find_undrawn_root(module)
     shards = {}
     # The module's buffers, and blank ones in the places of those on the meta device.
@@ -69,7 +69,7 @@ def init(
     for name, buffer in _compat.named_buffers(module):
         before[name] = blank_like(buffer) if buffer.is_meta else buffer.clone()
     after = dict(before)
-    if not misfits and not root_problems:
+    if not layouts.problems and not root_problems:
         draw = replay if mode == "replay" else find_in_extensions("draw_by_counter")
         with _SEEDING, keeping_generators(), torch.no_grad():
             for name, piece, fact in draw(module, after, specs, seed, reset):
@@ -77,7 +77,7 @@ def init(
                 if piece is not None:
                     shards[name] = stored(piece, specs[name])
     axes = layout_axes(transform)
-    _check_agreement(facts, axes, misfits)
+    layouts.check(facts)
     undrawn = root_problems or _find_undrawn(params, shards, axes)
     refuse("model.init: values cannot be drawn from a seed", undrawn, _find_remedy(module) if root_problems else REMEDY)
     buffers = {}
@@ -102,8 +102,8 @@ def init_abstract(module: nn.Module, transform: ShardTransform) -> dict[str, Sha
         ValueError: on every rank, if ranks hold different trees, or a shape does not fit the transform.
     """
     params = dict(_compat.named_parameters(module))
-    specs, facts, misfits = _lay_out(params, transform)
-    _check_agreement(facts, layout_axes(transform), misfits)
+    specs, facts, layouts = _lay_out(params, transform)
+    layouts.check(facts)
     leaves = {}
     for name, leaf in params.items():
         spec = specs[name]
@@ -119,12 +119,6 @@ def may_skip_drawing(module: nn.Module) -> bool:
     return not any(buffer.is_meta for _, buffer in _compat.named_buffers(module))
 
 
-def _check_agreement(facts: Mapping[str, str], axes: Sequence[Axis], misfits: Sequence[Problem]) -> None:
-    """Refuse, on every rank, trees that differ between ranks or do not fit the transform."""
-    refuse("shard: ranks hold different trees", comm.find_disagreement(facts, axes, "shard"), SAME_TREE)
-    refuse("shard: leaves cannot be sharded", misfits, "pass full tensors whose shapes fit the strategy")
-
-
 def _find_undrawn(params: Iterable[str], shards: Mapping[str, Sharded], axes: Sequence[Axis]) -> list[Problem]:
     """List the parameters with elements that were not drawn, of which each rank sees those in its own shard."""
     flags = comm.join_flags([name not in shards for name in params], axes, "shard")
@@ -136,11 +130,11 @@ def _find_undrawn(params: Iterable[str], shards: Mapping[str, Sharded], axes: Se
 
 def _lay_out(
     params: Mapping[str, torch.Tensor], transform: ShardTransform
-) -> tuple[dict[str, Spec], dict[str, str], list[Problem]]:
+) -> tuple[dict[str, Spec], dict[str, str], Layouts]:
     """Find the specs of parameters, what ranks compare of each before it has values, and those that do not fit.
 
     Returns:
-        The specs by name, the texts by path, and the problems of those that cannot be sharded.
+        The specs by name, the texts by path, and the layouts, with the problems of those that cannot be sharded.
     """
     specs = {}
     facts = {}
@@ -154,7 +148,7 @@ def _lay_out(
         spec = Spec(tuple(leaf.shape), frozen=is_frozen(leaf))
         specs[name] = layouts.of(path, name, leaf, spec)
         facts[path] = fingerprint(leaf, specs[name], "without values")
-    return specs, facts, layouts.problems
+    return specs, facts, layouts
 
 
 def _find_undrawn_root(module: nn.Module) -> list[Problem]:
