@@ -134,7 +134,6 @@ class ModuleTemplate:
         self._call = None
         self.walk = None
         self._last_gathered = None
-        self._buffers.release()
         return self._restore()
 
     def fetch(self, weights: "_Weights", key: str, name: str) -> torch.Tensor:
@@ -198,14 +197,6 @@ class _Scope(NamedTuple):
     inner_module_units: range | None
     is_recurrent: bool
     compiled_weights: Sequence[dict[str, Any]]
-
-    def read_weights(self) -> None:
-        """Read the weights that the submodule does not look up by their names while it runs. This gathers them."""
-        # A compiler reads parameters past Python's own lookup.
-        for weights in self.compiled_weights:
-            for key in weights:
-                # Reading gathers the weight.
-                weights[key]
 
 
 def _list_compiled_weights(submodule: nn.Module) -> list[dict[str, Any]]:
@@ -306,7 +297,6 @@ class _BufferPlaces:
             attributes: The attributes of each submodule.
             names: The name of each buffer.
         """
-        self._bound: Mapping[str, torch.Tensor] = {}
         # Each with the dict that holds the buffer, its key there, and its name.
         self._places: list[tuple[dict[str, Any], str, str]] = []
         for submodule in attributes:
@@ -317,19 +307,16 @@ class _BufferPlaces:
 
     def bind(self, values: Mapping[str, torch.Tensor]) -> None:
         """Put values in all places, by their names."""
-        self._bound = values
         for buffers, key, name in self._places:
             buffers[key] = values[name]
 
     def read(self) -> dict[str, torch.Tensor]:
-        """Read the values of the buffers that were bound."""
-        # A buffer that several submodules hold is read where it stands first.
-        values = {name: buffers[key] for buffers, key, name in reversed(self._places)}
-        return {name: values[name] for name in self._bound}
-
-    def release(self) -> None:
-        """Let go of the values that were bound; the places are restored with the module's other attributes."""
-        self._bound = {}
+        """Read the values of the buffers as a forward left them."""
+        values: dict[str, torch.Tensor] = {}
+        for buffers, key, name in self._places:
+            # A buffer that several submodules hold is read where it stands first.
+            values.setdefault(name, buffers[key])
+        return values
 
 
 class _ParametrizedCache:
@@ -424,8 +411,10 @@ def _make_scoped_class(cls: type[nn.Module]) -> type[nn.Module]:
             walk.enter(scope.module_unit, scope.inner_module_units)
         has_failed = True
         try:
-            if scope.compiled_weights:
-                scope.read_weights()
+            # A compiler reads parameters past Python's own lookup, so gather them before.
+            for weights in scope.compiled_weights:
+                for key in weights:
+                    weights[key]
             if scope.is_recurrent:
                 _compat.set_flat_weights(self)
             dtypes = scope.template.dtypes.get(scope.module_unit) or ModelDtypes()

@@ -5,7 +5,6 @@ torch, which keeps groups, their names and their backends in one registry.
 """
 
 import ctypes
-import hashlib
 import math
 import os
 import socket
@@ -166,11 +165,6 @@ def stop_torch() -> None:
         torch.distributed.destroy_process_group()
     # The default group is named by it. Checked on 2.13.
     torch.distributed.distributed_c10d._world.group_count = 0
-
-
-def digest_of_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks in few letters: torch's store refuses keys of over 8,192. Checked on 2.13."""
-    return hashlib.blake2b(f"{list(ranks)}".encode(), digest_size=16).hexdigest()
 
 
 def group_of_all() -> ProcessGroup:

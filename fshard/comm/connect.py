@@ -1,5 +1,6 @@
 """Connects this rank with the others of an axis: by its links, and by the pair that rows of tensors are sent over."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -78,8 +79,9 @@ def _meet(state: RankState, group: Group) -> Iterator[Meeting]:
 
 
 def _key_of(state: RankState, group: Group) -> str:
-    """Name a group, its ranks and the generation, in few letters."""
-    return f"{state.generation}/{group.name} of {_compat.digest_of_ranks(group.ranks)}"
+    """Name a group, its ranks and the generation, in few letters: torch's store refuses keys of over 8,192."""
+    ranks = hashlib.blake2b(f"{group.ranks}".encode(), digest_size=16).hexdigest()
+    return f"{state.generation}/{group.name} of {ranks}"
 
 
 def _connect(state: RankState, group: Group, meeting: Meeting, *, of_processors: bool) -> None:

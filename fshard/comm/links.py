@@ -50,10 +50,6 @@ KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
 Merge = Callable[[bytes, bytes], bytes]
 
 
-class LinkError(dist.DistBackendError):
-    """A link has ended, or nothing came within the timeout."""
-
-
 def plan_rounds(rank: int, size: int) -> list[tuple[int, int]]:
     """List for each round the rank to send to, and the one to receive from.
 
@@ -117,7 +113,7 @@ class Links:
             The message that came.
 
         Raises:
-            LinkError: if a link ends, or lets nothing pass within the timeout.
+            DistBackendError: if a link ends, or lets nothing pass within the timeout.
         """
         place = [issued.entry.chain_hash, number]
         message = memoryview(HEADER.pack(*place, len(data)) + data)
@@ -137,7 +133,7 @@ class Links:
                     # If it does something else, read until the thread that watches knows what, and ends the links.
                     size += nbytes if place_of_source == place else sys.maxsize
         except OSError as error:
-            raise LinkError(f"the link to rank {issued.awaits[1][0]} failed: {error}") from error
+            raise dist.DistBackendError(f"the link to rank {issued.awaits[1][0]} failed: {error}") from error
         return bytes(received[HEADER.size :])
 
     def find_ended_peers(self) -> list[int]:
@@ -170,7 +166,7 @@ def swap_in_rounds(issued: PendingCollective, known: bytes, merge: Merge) -> byt
         What all ranks know together.
 
     Raises:
-        LinkError: if a link ends, or lets nothing pass within the timeout.
+        DistBackendError: if a link ends, or lets nothing pass within the timeout.
     """
     group = issued.group
     ranks = group.ranks

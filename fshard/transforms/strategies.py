@@ -121,9 +121,8 @@ def _default_bucket_bytes(layout: Any) -> int:
 
 def _bytes_over(axis: Axis) -> int:
     is_connected = axis.size > 1 and _compat.group_size(axis.group_name)
-    backends = _compat.group_devices(axis.group_name) if is_connected else {}
-    other_backends = set(backends.values()) - {backends.get("cpu")}
-    return ACCELERATOR_BYTES if other_backends else HOST_BYTES
+    sends_itself = is_connected and _compat.serves_accelerator(axis.group_name)
+    return ACCELERATOR_BYTES if sends_itself else HOST_BYTES
 
 
 def zero3(
