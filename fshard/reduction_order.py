@@ -10,7 +10,7 @@ instead of comparing names; transforms ask the policy of the leaves that an orde
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,11 +25,22 @@ from fshard.transforms.local import _Cast, _Offload
 from fshard.transforms.structure import reduction
 from fshard.tree import Axis, Flat, ReshardPolicy, Spec, Tree, flatten, is_sharded, leaves_of
 
-if TYPE_CHECKING:
-    from fshard.engine.leaf import Leaf
-
 # The fact by which verbs tell other ranks, and jit, of an order that has a name.
 FACT = "reduction_order"
+
+
+class GradientOwner(Protocol):
+    """A leaf of the engine, which owns the gradient of the last microbatch, or the sum over all that have run."""
+
+    @property
+    def path(self) -> str:
+        """The leaf's path."""
+
+    def take_microbatch(self) -> torch.Tensor | None:
+        """Hand over the gradient of the last microbatch; None if there is none."""
+
+    def put_sum(self, total: torch.Tensor) -> None:
+        """Receive the sum over all microbatches."""
 
 
 class JobSums:
@@ -58,7 +69,7 @@ class JobSums:
         """Make the total of what `add_numbers` returned, once it is summed over ranks."""
         return summed
 
-    def add_gradients(self, leaves: "Iterable[Leaf]", *, last: bool) -> None:
+    def add_gradients(self, leaves: Iterable[GradientOwner], *, last: bool) -> None:
         """Add the gradients of the microbatch that has just run; after the last one, leaves own the sums.
 
         In turn there is nothing to do: a leaf adds each gradient to what it owns.
@@ -93,7 +104,7 @@ class _TreeJobSums(JobSums):
     def finish_numbers(self, summed: torch.Tensor) -> torch.Tensor:
         return add_rows_in_tree(summed)
 
-    def add_gradients(self, leaves: "Iterable[Leaf]", *, last: bool) -> None:
+    def add_gradients(self, leaves: Iterable[GradientOwner], *, last: bool) -> None:
         for leaf in leaves:
             gradient = self._gradients.setdefault(leaf.path, TreeSum())
             gradient.add(leaf.take_microbatch())

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fshard import lazy_names
 from fshard.checkpoint.errors import CheckpointError
@@ -19,10 +19,6 @@ from fshard.init import SKIP_DRAWING
 from fshard.mesh import Mesh
 from fshard.tree import Tree
 from fshard.tree.checks import NUMBER, check_arguments, check_flags, describe
-
-if TYPE_CHECKING:
-    from fshard.ext.memory.generations import Generations
-    from fshard.ext.memory.search import Generation
 
 find_in_extensions = lazy_names.make_getattr("fshard.checkpoint.manager")
 
@@ -98,7 +94,8 @@ class Manager:
         self._every = every
         self._memory_every = memory_every
         self._mesh = mesh
-        self._memory: Generations | None = None
+        # An extension keeps states in memory: a `Generations`, which finds each as a `Generation`.
+        self._memory: Any = None
         if memory is not False:
             self._memory = find_in_extensions("open_memory")(exchange, root, memory)
         self._save = partial(save, root, keep=keep, asynchronous=asynchronous, mesh=mesh)
@@ -247,7 +244,7 @@ class Manager:
             self._saving.finish_at_exit()
             self._saving = None
 
-    def _find_in_memory(self, step: int | None) -> "Sequence[Generation]":
+    def _find_in_memory(self, step: int | None) -> Sequence[Any]:
         """Find the states in memory of a step, or the newest of all."""
         if self._memory is None:
             return ()
