@@ -74,12 +74,13 @@ class ModuleTemplate:
                 names[key] = self.names.get(parameter)
             submodule.__dict__["_parameters"] = _Weights(self, names)
             _compat.read_parametrized_by(submodule, self._parametrized.read)
+            compiled = submodule.modules() if _compat.is_compiled(submodule) else ()
             scope = _Scope(
                 template=self,
                 module_unit=unit_numbers.get(path),
                 inner_module_units=units_inside.get(path),
                 is_recurrent=isinstance(submodule, nn.RNNBase),
-                compiled_weights=_list_compiled_weights(submodule),
+                compiled_weights=list(map(_compat.parameters_of, compiled)),
             )
             if scope.module_unit is None and scope.inner_module_units is None and not scope.is_recurrent:
                 continue
@@ -197,12 +198,6 @@ class _Scope(NamedTuple):
     inner_module_units: range | None
     is_recurrent: bool
     compiled_weights: Sequence[dict[str, Any]]
-
-
-def _list_compiled_weights(submodule: nn.Module) -> list[dict[str, Any]]:
-    if not _compat.is_compiled(submodule):
-        return []
-    return [_compat.parameters_of(part) for part in submodule.modules()]
 
 
 def _find_units_inside(units: Sequence[ModuleUnit]) -> dict[str, range]:

@@ -68,6 +68,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = N
     layouts = Layouts("shard", transform, flat.names, flat.leaves)
     chosen = _choose_frozen("shard", frozen, flat)
     remedy = tree_remedy(flat.leaves, FULL_TENSORS)
+    stays_on_cpu = transform.storage is None and mesh_device(transform) == "cpu"
     # What ranks compare, by the leaves' paths.
     entries = {"(structure)": describe_node_types(flat.treedef)}
     specs: list[Spec | None] = []
@@ -77,7 +78,7 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = N
             specs.append(None)
             continue
         misfit = unfit(leaf)
-        if misfit is None and _is_misplaced(leaf, transform):
+        if misfit is None and stays_on_cpu and leaf.device.type != "cpu":
             misfit = f"one on {leaf.device}", "a tensor on the CPU, as the mesh is"
             remedy = (
                 f'make the mesh with fs.init_mesh(shape, device="{leaf.device.type}"), or move the tensors to the CPU'
@@ -325,11 +326,6 @@ def any_on_host(specs: Iterable[Spec]) -> bool:
 def mesh_device(transform: ShardTransform) -> str | None:
     """Find the type of the devices of the mesh that a transform is on; None where it is on none."""
     return next((axis.device_type for axis in layout_axes(transform) if axis.device_type), None)
-
-
-def _is_misplaced(leaf: torch.Tensor, transform: ShardTransform) -> bool:
-    """Tell whether a leaf of an accelerator would have to be moved to the processor."""
-    return transform.storage is None and leaf.device.type != "cpu" and mesh_device(transform) == "cpu"
 
 
 def _find_mean_dims(spec: Spec, parameter: Spec | None) -> list[int]:

@@ -62,24 +62,23 @@ def init(
     check_arguments("model.init", SEED, seed=seed)
     params = dict(_compat.named_parameters(module))
     specs, facts, layouts = _lay_out(params, transform)
-    root_problems = [] if reset else _find_undrawn_root(module)
+    undrawn, remedy = ([], REMEDY) if reset else _find_undrawn_root(module)
     shards = {}
     # The module's buffers, and blank ones in the places of those on the meta device.
     before = {}
     for name, buffer in _compat.named_buffers(module):
         before[name] = blank_like(buffer) if buffer.is_meta else buffer.clone()
     after = dict(before)
-    if not layouts.problems and not root_problems:
+    if not layouts.problems and not undrawn:
         draw = replay if mode == "replay" else find_in_extensions("draw_by_counter")
         with _SEEDING, keeping_generators(), torch.no_grad():
             for name, piece, fact in draw(module, after, specs, seed, reset):
                 facts[f"[{name!r}]"] = fact
                 if piece is not None:
                     shards[name] = stored(piece, specs[name])
-    axes = layout_axes(transform)
     layouts.check(facts)
-    undrawn = root_problems or _find_undrawn(params, shards, axes)
-    refuse("model.init: values cannot be drawn from a seed", undrawn, _find_remedy(module) if root_problems else REMEDY)
+    undrawn = undrawn or _find_undrawn(params, shards, layout_axes(transform))
+    refuse("model.init: values cannot be drawn from a seed", undrawn, remedy)
     buffers = {}
     for name, buffer in _compat.named_buffers(module):
         if buffer.is_meta and not is_left_out(after[name], before[name]):
@@ -151,28 +150,18 @@ def _lay_out(
     return specs, facts, layouts
 
 
-def _find_undrawn_root(module: nn.Module) -> list[Problem]:
-    """List a module whose constructor draws its values by a method that nothing calls here."""
+def _find_undrawn_root(module: nn.Module) -> tuple[list[Problem], str]:
+    """List a module that draws its values by a method which nothing calls here, and say how to draw them."""
     module = _compat.unwrapped(module)
-    name = _find_drawing_method(module)
-    if name is None or own_reset(module) is not None:
-        return []
-    got = f"{type(module).__name__}, whose {name} is not called"
-    return [Problem("(root)", got=got, expected="a way to draw its values")]
-
-
-def _find_drawing_method(module: nn.Module) -> str | None:
-    """Find the method of a model by which users draw all of its values."""
+    kind = type(module)
     methods = ("init_weights", "_init_weights", "initialize_weights")
-    return next((name for name in methods if hasattr(type(module), name)), None)
-
-
-def _find_remedy(module: nn.Module) -> str:
-    """Say how to draw a module's values: with the call that draws all of them, if the module has such a method."""
-    module = _compat.unwrapped(module)
-    name = _find_drawing_method(module)
+    name = next((name for name in methods if hasattr(kind, name)), None)
+    if name is None or own_reset(module) is not None:
+        return [], REMEDY
+    problem = Problem("(root)", f"{kind.__name__}, whose {name} is not called", "a way to draw its values")
     # Models of transformers draw one submodule at a time.
     if hasattr(module, "_init_weights"):
-        return REMEDY
-    reset = f"reset=lambda module: module.{name}() if isinstance(module, {type(module).__name__}) else None"
-    return f"pass {reset}, which draws the whole model at once, or a reset that draws one submodule at a time"
+        return [problem], REMEDY
+    reset = f"reset=lambda module: module.{name}() if isinstance(module, {kind.__name__}) else None"
+    remedy = f"pass {reset}, which draws the whole model at once, or a reset that draws one submodule at a time"
+    return [problem], remedy

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -244,6 +245,11 @@ class ShardTransform:
         """
         return _derive(self, "start_scatter", *args, **kwargs)
 
+    @cached_property
+    def _foreign_names(self) -> Sequence[str]:
+        foreign = [type(part).__name__ for part in walk_parts(self) if not isinstance(part, BuiltIn)]
+        return tuple(dict.fromkeys(foreign))
+
     def init(self, grad: torch.Tensor) -> Tree:
         """Make the state of one leaf.
 
@@ -343,9 +349,4 @@ def foreign_names(transform: Any) -> Sequence[str]:
     """
     if transform is None:
         return ()
-    names: Sequence[str] | None = transform.__dict__.get("_foreign_names")
-    if names is None:
-        foreign = [type(part).__name__ for part in walk_parts(transform) if not isinstance(part, BuiltIn)]
-        names = tuple(dict.fromkeys(foreign))
-        transform.__dict__["_foreign_names"] = names
-    return names
+    return transform._foreign_names

@@ -9,8 +9,7 @@ import torch
 from fshard import _compat
 from fshard.errors import expect
 from fshard.mesh import Mesh, axis_of
-from fshard.transforms import ShardTransform, cast, compose, fully_shard
-from fshard.transforms import replicate as replicate_transform
+from fshard.transforms import ShardTransform, cast, compose, fully_shard, replicate
 from fshard.transforms.base import Container
 from fshard.transforms.compose import compose_with_policy
 from fshard.transforms.structure import layout_axes, summed_axes
@@ -363,4 +362,4 @@ def hybrid_shard(
     [[0.0, 1.0], [2.0, 3.0], [0.0, 1.0], [2.0, 3.0]]
     """
     inner = fully_shard(axis_of(mesh, axis), dim=dim, min_shard_elements=min_shard_elements)
-    return compose(replicate_transform(axis_of(mesh, replicate_axis)), inner)
+    return compose(replicate(axis_of(mesh, replicate_axis)), inner)
