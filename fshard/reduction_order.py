@@ -102,7 +102,8 @@ class _TreeJobSums(JobSums):
         return torch.stack(rows)
 
     def finish_numbers(self, summed: torch.Tensor) -> torch.Tensor:
-        return add_rows_in_tree(summed)
+        # A negative zero counts as a zero, as it does where other ranks' zeros are added to it.
+        return sum_in_tree(list(summed + 0.0))
 
     def add_gradients(self, leaves: Iterable[GradientOwner], *, last: bool) -> None:
         for leaf in leaves:
@@ -141,12 +142,6 @@ class TreeSum:
     def total(self) -> torch.Tensor | None:
         """Return the sum; None where no part was a tensor."""
         return next(iter(self._sums.values()), None)
-
-
-def add_rows_in_tree(rows: torch.Tensor) -> torch.Tensor:
-    """Add up the rows of a tensor, a power of two of them, in a binary tree."""
-    # A negative zero counts as a zero, as it does where other ranks' zeros are added to it.
-    return sum_in_tree(list(rows + 0.0))
 
 
 class ReductionOrder:

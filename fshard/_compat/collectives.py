@@ -114,9 +114,8 @@ def find_group(ranks: Sequence[int], timeout: timedelta) -> ProcessGroup | None:
     default = torch.distributed.group.WORLD
     assert default is not None
     # The default group comes last: it may have another timeout on another rank, where one was made in its place.
-    for group in torch_groups():
-        if group.group_name == f"{_name_of_groups(ranks)}{timeout}":
-            return group
+    with suppress(RuntimeError):
+        return resolve_process_group(f"{_name_of_groups(ranks)}{timeout}")
     is_of_ranks = default.size() == len(ranks) and timeout_of(default.group_name) in (timeout.total_seconds(), math.inf)
     return default if is_of_ranks else None
 

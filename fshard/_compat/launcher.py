@@ -24,21 +24,16 @@ def report_to_launcher(text: str) -> None:
         return
     with suppress(Exception):
         print(text, file=sys.stderr, flush=True)
-    if os.path.isfile(path) or not os.path.exists(path):
-        with suppress(OSError):
-            _write_error_file(path, text)
-
-
-def _write_error_file(path: str, text: str) -> None:
-    """Write an error as torch.distributed.elastic.multiprocessing.errors.ErrorHandler does.
-
-    That module takes long to import. torchrun fails on half a file, so this one appears as a whole.
-    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        return
+    # As torch.distributed.elastic.multiprocessing.errors.ErrorHandler does, which takes long to import. torchrun fails
+    # on half a file, so this one appears as a whole.
     extra_info = {"py_callstack": text, "timestamp": str(int(time.time()))}
     unfinished = f"{path}.fshard"
-    with open(unfinished, "w") as file:
-        json.dump({"message": {"message": text, "extraInfo": extra_info}}, file)
-    os.replace(unfinished, path)
+    with suppress(OSError):
+        with open(unfinished, "w") as file:
+            json.dump({"message": {"message": text, "extraInfo": extra_info}}, file)
+        os.replace(unfinished, path)
 
 
 def withdraw_report() -> None:

@@ -49,12 +49,10 @@ class LocalBox(NamedTuple):
     Attributes:
         offsets: Where it starts along each dim of the leaf.
         tensor: Its elements.
-        full_shape: The leaf's global shape.
     """
 
     offsets: tuple[int, ...]
     tensor: torch.Tensor
-    full_shape: tuple[int, ...]
 
     @property
     def box(self) -> Box:
@@ -89,11 +87,11 @@ def is_tensor(leaf: Any) -> bool:
 def local_box(leaf: Any) -> LocalBox:
     """Return the box of a leaf that this rank holds, perhaps empty; its tensor is a view without padding."""
     if not is_sharded(leaf):
-        return LocalBox((0,) * leaf.dim(), leaf.detach(), tuple(leaf.shape))
-    full_shape = leaf.spec.shape
+        return LocalBox((0,) * leaf.dim(), leaf.detach())
+    dims = len(leaf.spec.shape)
     tensor = without_padding(leaf).detach()
-    if not full_shape and tensor.numel():
+    if not dims and tensor.numel():
         # A leaf without dims that is split is stored with one dim, and one rank has the element.
         tensor = tensor.reshape(())
     starts = [start for start, _ in local_ranges(leaf.spec)]
-    return LocalBox(tuple(starts[: len(full_shape)]), tensor, full_shape)
+    return LocalBox(tuple(starts[:dims]), tensor)

@@ -212,7 +212,7 @@ def _list_parts(api_name: str, tree: Any, names: Callable[[str], str]) -> Parts:
             if new_name in parts:
                 raise ValueError(f"{api_name}: names gives several leaves one name, {new_name!r}; change it")
             dtype = str(local.tensor.dtype).removeprefix("torch.")
-            parts[new_name] = LeafPart(LeafBox(new_name, dtype, local.full_shape, local.box), local.tensor)
+            parts[new_name] = LeafPart(LeafBox(new_name, dtype, tuple(leaf.shape), local.box), local.tensor)
     return parts
 
 

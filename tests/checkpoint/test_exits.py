@@ -110,7 +110,7 @@ def make(tmp_path):
 def write_file(view, rank):
     """Write the file of a rank, which has one element of a leaf, and return what it has to report."""
     ranks = view._ranks
-    boxes = {"['w']": LocalBox((rank,), torch.ones(1), (ranks,))}
+    boxes = {"['w']": LocalBox((rank,), torch.ones(1))}
     manifest = files.Manifest(view.step, {"['w']": files.StoredLeaf("float32", (ranks,), ())}, {})
     return _write_file(view.content / files.file_name(rank), rank, boxes, manifest)
 

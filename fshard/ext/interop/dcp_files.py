@@ -146,4 +146,4 @@ def _hand_over(offsets: Sequence[int], local: torch.Tensor, full_shape: Sequence
 def _store(leaf: Any) -> Any:
     if not isinstance(leaf, fs.Sharded | torch.Tensor):
         return leaf
-    return _hand_over(*local_box(leaf))
+    return _hand_over(*local_box(leaf), leaf.shape)

@@ -244,7 +244,7 @@ def _make_parts(
             part = Part((0,) * result.dim(), result.value)
             ranks: Sequence[int] = every_rank
         else:
-            offset, tensor, _ = local_box(leaves[result.leaf])
+            offset, tensor = local_box(leaves[result.leaf])
             part = Part(offset, tensor.detach)
             ranks = holders[result.leaf]
         writer = ranks[number % len(ranks)]

@@ -16,7 +16,7 @@ import fshard as fs
 from fshard.checkpoint import CheckpointError
 from fshard.ext import _compat
 from fshard.ext.interop.module_exchange import ModuleExchange
-from fshard.extend import Entry, local_box
+from fshard.extend import Entry
 
 Box = tuple[slice, ...]
 Read = Callable[[Box], torch.Tensor]
@@ -111,8 +111,8 @@ def plan_entry(entry: Entry, source: str) -> PlannedTensor:
 
 def plan_leaf(leaves: Leaves, name: str, full: Leaves) -> PlannedTensor:
     """Make a planned tensor of a leaf, which reads from a dict of full leaves that is filled later."""
-    _, tensor, shape = local_box(leaves[name])
-    entry = Entry(tensor.dtype, shape, lambda box: full[name][box])
+    leaf = leaves[name]
+    entry = Entry(leaf.dtype, tuple(leaf.shape), lambda box: full[name][box])
     planned = plan_entry(entry, name)
     planned.leaf = name
     return planned
