@@ -531,11 +531,11 @@ def wait_in_store(store: Any, keys: Sequence[str], seconds: float, meanwhile: Ca
             store.wait(keys, timedelta(seconds=slice_of_wait))
             return
         except RuntimeError:
+            now = time.monotonic()
             # A store that is gone does not let this wait.
-            is_gone = time.monotonic() - begin < slice_of_wait / 2
-            if is_gone or time.monotonic() >= deadline:
+            if now - begin < slice_of_wait / 2 or now >= deadline:
                 raise
-        if time.monotonic() >= next_look:
+        if now >= next_look:
             meanwhile()
             now = time.monotonic()
             next_look = now + min(now - start, LAST_LOOK)

@@ -136,8 +136,12 @@ def select(
         leaves = dict(compress(leaves.items(), choose_leaves(LABEL, "only", only, flat)))
 
     def fill(manifest: files.Manifest, read_chunk: ReadChunk) -> Tree:
+        stored: dict[str, Any] = {}
+        for path, leaf in manifest.tensors.items():
+            stored[path] = Entry(getattr(torch, leaf.dtype), leaf.shape, partial(read_box, path, leaf, read_chunk))
+        stored |= manifest.values
         entries = {}
-        for path, entry in _list_entries(manifest, read_chunk).items():
+        for path, entry in stored.items():
             if path in leaves or (only is None and _is_under(path, subtree)):
                 entries[path] = [entry]
         remedy = "restore into a state built as the one that was saved; only= and subtree= read parts of it"
@@ -149,14 +153,6 @@ def select(
 
 def _is_under(path: str, subtree: str) -> bool:
     return not subtree or path == subtree or path.startswith((f"{subtree}.", f"{subtree}["))
-
-
-def _list_entries(manifest: files.Manifest, read_chunk: ReadChunk) -> dict[str, Any]:
-    """List leaves by path: an entry of each that is a tensor, and the values of others."""
-    entries: dict[str, Any] = {}
-    for path, leaf in manifest.tensors.items():
-        entries[path] = Entry(getattr(torch, leaf.dtype), leaf.shape, partial(read_box, path, leaf, read_chunk))
-    return entries | dict(manifest.values)
 
 
 def read_box(path: str, leaf: files.StoredLeaf, read_chunk: ReadChunk, slices: Sequence[slice]) -> torch.Tensor:

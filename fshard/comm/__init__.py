@@ -31,7 +31,7 @@ from fshard.comm.collective import (
 from fshard.comm.connect import connect_groups
 from fshard.comm.events import Collective, Label, Record, Verb, annotate_collectives, setting
 from fshard.comm.failure import CollectiveError, describe_difference, wake_waiting
-from fshard.comm.groups import ChainEntry, Group, PendingCollective, RankState, is_simulated, rank_state
+from fshard.comm.groups import ChainEntry, PendingCollective, RankState, is_simulated, rank_state
 from fshard.comm.links import list_peers
 from fshard.comm.meeting import Meeting
 from fshard.comm.recorder import record, watched, watchers

@@ -244,16 +244,15 @@ def _check_each_axis_once(stages: Sequence[ShardTransform]) -> None:
 
 def _check_splits_stay_behind(stages: Sequence[ShardTransform]) -> None:
     """Refuse a stage that splits a dim for good before one that gathers: the dim would not be full yet."""
-    for index, stage in enumerate(stages):
-        gathered = []
-        for behind in stages[index + 1 :]:
-            gathered += [axis.name for axis in summed_axes(behind)]
+    gathered: list[str] = []
+    for stage in reversed(stages):
         kept = [part.axis.name for part in walk_parts(stage) if isinstance(part, _SplitDim)]
         if gathered and kept:
             raise ValueError(
                 f"compose: split_dim or own_dim over {kept} comes before the transform that gathers {gathered}. Put it "
                 "after that transform."
             )
+        gathered = [axis.name for axis in summed_axes(stage)] + gathered
 
 
 def masked_transform(transform: ShardTransform, mask: Mask, otherwise: ShardTransform | None = None) -> ShardTransform:
