@@ -243,7 +243,7 @@ def abort_backends(name: str) -> bool:
     """
     backends = group_devices(name)
     group = resolve_process_group(name)
-    devices = [device for device, backend in backends.items() if backend != backends.get("cpu") and device != "cpu"]
+    devices = [device for device, backend in backends.items() if backend != backends.get("cpu")]
     for device in devices:
         # What another rank has ended already cannot be ended cleanly.
         with suppress(RuntimeError):

@@ -192,9 +192,8 @@ class _Simulation:
 
     def join(self, collective: ThreadedCollective) -> None:
         """Wait for a collective, on the thread of a rank that called it."""
-        state = comm.rank_state() if dist.is_initialized() else None
-        is_of_fshard = state is not None and state.awaited is not None
-        call = _Call(collective, state if is_of_fshard else None, queue.SimpleQueue())
+        state = comm.rank_state()
+        call = _Call(collective, state if state.awaited else None, queue.SimpleQueue())
         self.inbox.put(partial(self._call, self.threads.index(threading.current_thread()), call))
         if error := call.reply.get():
             raise error

@@ -337,7 +337,7 @@ def _reply(f: Callable[[], Any]) -> bytes:
     """Pickle the value of `f`, or the traceback of its error."""
     try:
         value = f()
-        reply = _dumps((value, None, comm.rank_state().failure if dist.is_initialized() else None))
+        reply = _dumps((value, None, comm.rank_state().failure))
     except BaseException as error:
         reply = pickle.dumps((None, describe_failure(error), None, isinstance(error, comm.CollectiveError)))
     sys.stdout.flush()
