@@ -86,7 +86,10 @@ def _seed(key: torch.Tensor | int) -> None:
 def _modules_of_generators() -> list[Any]:
     """The modules whose functions read and set the generators of the CPU and of this process's accelerator."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return [torch.random] if accelerator is None else [torch.random, torch.get_device_module(accelerator.type)]
+    modules: list[Any] = [torch.random]
+    if accelerator is not None:
+        modules.append(torch.get_device_module(accelerator.type))
+    return modules
 
 
 def _read_states() -> torch.Tensor:
@@ -94,7 +97,8 @@ def _read_states() -> torch.Tensor:
 
 
 def _set_states(states: torch.Tensor) -> None:
-    for module, state in zip(_modules_of_generators(), states.split(_state_sizes()), strict=True):
+    parts = states.split(_state_sizes())
+    for module, state in zip(_modules_of_generators(), parts, strict=True):
         module.set_rng_state(state.clone())
 
 

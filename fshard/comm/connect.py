@@ -80,7 +80,8 @@ def _meet(state: RankState, group: Group) -> Iterator[Meeting]:
 
 def _key_of(state: RankState, group: Group) -> str:
     """Name a group, its ranks and the generation, in few letters: torch's store refuses keys of over 8,192."""
-    ranks = hashlib.blake2b(f"{group.ranks}".encode(), digest_size=16).hexdigest()
+    text = f"{group.ranks}".encode()
+    ranks = hashlib.blake2b(text, digest_size=16).hexdigest()
     return f"{state.generation}/{group.name} of {ranks}"
 
 
