@@ -122,12 +122,10 @@ def _choose_axes(axes: Iterable[Axis]) -> Sequence[Axis]:
 
 def _facts_of_tree(api_name: str, flat: Flat, arguments: Mapping[str, Any]) -> str:
     """Write as JSON what a call was given: its name, its arguments, and its Sharded leaves."""
-    is_compared = list(map(is_sharded, flat.leaves))
-    leaves = list(itertools.compress(flat.leaves, is_compared))
     # Three long tuples are faster to build than thousands of small ones.
-    paths = tuple(itertools.compress(flat.paths, is_compared))
-    specs = tuple([leaf.spec for leaf in leaves])
-    dtypes = tuple([leaf.local.dtype for leaf in leaves])
+    paths = tuple(itertools.compress(flat.paths, map(is_sharded, flat.leaves)))
+    specs = tuple([leaf.spec for leaf in flat.sharded])
+    dtypes = tuple([leaf.local.dtype for leaf in flat.sharded])
     texts = [(name, _write_value(value)) for name, value in arguments.items()]
     return _write_facts(((VERB, api_name), *texts), paths, specs, dtypes)
 
