@@ -199,10 +199,11 @@ class _WrappedClass:
         self._name = cls.__name__
         self._hyper = hyper
         self._order = order
+        # Outside of the block below: an error of a schedule is the user's own.
+        initial = _refuse_derivatives(hyper) | _read_on_host(_evaluate(hyper, zero(), {}))
+        # Makes the torch optimizer, with the hyperparameters before the first update.
+        self._make: Make = partial(cls, **initial)
         try:
-            initial = _refuse_derivatives(hyper) | _read_on_host(_evaluate(hyper, zero(), {}))
-            # Makes the torch optimizer, with the hyperparameters before the first update.
-            self._make: Make = partial(cls, **initial)
             defaults = _build_optimizer(self._make, (), (), {}).defaults
         except TypeError as error:
             raise ValueError(
@@ -437,7 +438,8 @@ def _evaluate(hyper: Hyper, count: torch.Tensor, injected: Hyper) -> Hyper:
     """Evaluate the hyperparameters that change: schedules are called, and others may be injected by the state."""
     values = dict(injected)
     for name, value in hyper.items():
-        if callable(value):
+        # A class would make an instance of itself.
+        if callable(value) and not isinstance(value, type):
             values[name] = call_schedule(value, name, count, allow_pairs=True)
     return values
 

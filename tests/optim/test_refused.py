@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 import torch
 from torch import optim
 
@@ -88,8 +89,8 @@ ROWS = [
     ),
     (
         partial(fs.from_torch, optim.SGD, lr=optim.lr_scheduler.StepLR),
-        "from_torch: SGD refuses its arguments: StepLR.__init__() missing 1 required positional argument: 'step_size'. "
-        "A schedule is a function, as fs.from_torch_scheduler makes of one of torch.",
+        "from_torch: SGD refuses its arguments: '<' not supported between instances of 'type' and 'float'. A schedule "
+        "is a function, as fs.from_torch_scheduler makes of one of torch.",
     ),
     (
         lambda: fs.TrainState.create(PARAMS, optim.SGD),
@@ -155,6 +156,12 @@ ROWS = [
 def test_refusals():
     for call, text in ROWS:
         assert text_of(call) == text
+
+
+def test_an_error_of_a_schedule_stays_the_error_that_it_raised():
+    for tx in (partial(fs.from_torch, optim.SGD), fs.sgd):
+        with pytest.raises(TypeError, match=r"^unsupported operand"):
+            tx(lr=lambda count: count + None).update(PARAMS, fs.sgd(0.1).init(PARAMS), PARAMS)
 
 
 def give_state_first(params_or_grads, state):
