@@ -258,11 +258,12 @@ class Model:
         self._check_inputs(flat, buffers_in)
         with count_writes():
             copies = {name: buffer.clone() for name, buffer in buffers_in.items()}
-        with (
-            contextlib.nullcontext() if key is None else seeded(key),
-            explain_donation("apply", args=args, kwargs=kwargs),
-        ):
-            out, buffers_out = self._run(flat, params, copies, args, kwargs)
+        try:
+            with contextlib.nullcontext() if key is None else seeded(key):
+                out, buffers_out = self._run(flat, params, copies, args, kwargs)
+        except Exception as error:
+            explain_donation(error, "apply", args=args, kwargs=kwargs)
+            raise
         if buffers is not None:
             return out, buffers_out
         _refuse_lost_updates(copies, buffers_out)

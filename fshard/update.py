@@ -387,7 +387,8 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
         expect(is_own, "chain", f"a state of {len(transformations)} transformations", got, remedy)
         make: Any = None
         states = []
-        with explain_donation("chain", grads=grads, state=state, params=params):
+        # A context would hold the first gradients until the end.
+        try:
             for i, (part, kept) in enumerate(zip(transformations, state, strict=True)):
                 step = partial(run_update, "chain", f"transformations[{i}]", part, donate=donate)
                 # The graph of a traced step drops each gradient after its use.
@@ -398,6 +399,9 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
                 else:
                     grads, kept = step(grads, kept, params)
                 states.append(kept)
+        except Exception as error:
+            explain_donation(error, "chain", grads=grads, state=state, params=params)
+            raise
         return grads, tuple(states)
 
     return Optimizer(init, run, partial(run, donate=True)) if ends else GradientTransformation(init, run)

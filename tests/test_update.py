@@ -47,6 +47,16 @@ def test_chain_runs_left_to_right():
             assert fs.tree_leaves(state)[: len(parts)] == [1] * len(parts)
 
 
+def test_a_chain_holds_no_gradients_that_it_has_changed():
+    """They would take as much memory as the parameters, until the optimizer has run."""
+    grads, alive = [{"w": torch.tensor([3.0])}], []
+    given = weakref.ref(grads[0]["w"])
+    look = fs.GradientTransformation(lambda params: (), lambda grads, *_: alive.append(given()) or (grads, ()))
+    tx, params = fs.chain(PLUS_ONE, look, DESCENT), {"w": torch.tensor([10.0])}
+    tx.update(grads.pop(), tx.init(params), params)
+    assert alive == [None]
+
+
 def test_a_state_of_another_chain_is_refused():
     pair, params = fs.chain(PLUS_ONE, TWICE), {"w": torch.ones(())}
     for state, got in (((0,), "one of 1"), ((0, 0, 0), "one of 3"), (params, "a dict")):

@@ -263,14 +263,14 @@ def refuse_donated(api_name: str, flat: Flat) -> None:
     refuse(f"{api_name}: arguments were donated", problems, remedy)
 
 
-@contextmanager
-def explain_donation(api_name: str, **given: Tree) -> Iterator[None]:
-    """Refuse leaves that were donated where an error is raised inside: that of torch would not name them."""
-    try:
-        yield
-    except Exception:
-        refuse_donated(api_name, flatten(given))
-        raise
+def explain_donation(error: Exception, api_name: str, **given: Tree) -> None:
+    """Add to an error which leaves were donated, as torch does not name them; it may have another cause."""
+    # A tree that cannot be taken apart has no part in the error.
+    with suppress(Exception):
+        try:
+            refuse_donated(api_name, flatten(given))
+        except ValueError as refusal:
+            error.add_note(str(refusal))
 
 
 def refuse_abstract(api_name: str, flat: Flat) -> None:

@@ -21,6 +21,10 @@ OPTIMIZERS = {
 }
 
 
+# Of torch where a leaf is empty, and of parts that look for lost leaves themselves.
+ERRORS = (RuntimeError, IndexError, ValueError)
+
+
 def lose(tree):
     fs.jit(plus_one, donate_argnums=0)(tree)
     return tree
@@ -103,11 +107,11 @@ def test_gradients_and_slots_that_were_donated_are_named_where_an_update_fails(m
     """Torch's errors are of sizes that do not fit."""
     tx, params = make(lr=0.1), {"x": torch.ones(shape)}
     state = tx.init(params)
-    with pytest.raises(ValueError, match=donated("chain", r"\['grads'\]\['x'\]")):
+    with pytest.raises(ERRORS, match=donated("chain", r"\['grads'\]\['x'\]")):
         tx.update(lose(copied(params)), state, params)
-    with pytest.raises(ValueError, match=donated("chain", r"\['state'\].*")):
+    with pytest.raises(ERRORS, match=donated("chain", r"\['state'\].*")):
         tx.update(params, lose(copied(state)), params)
-    with pytest.raises(ValueError, match=donated("chain", r".*\['x'\]")):
+    with pytest.raises(ERRORS, match=donated("chain", r".*\['x'\]")):
         tx.update(params, state, lose(copied(params)))
 
 
@@ -124,6 +128,30 @@ def test_arguments_of_a_model_that_were_donated_are_named_where_it_fails():
         (r"\['args'\]\[0\]", lambda: model.apply(params, batch)),
         (r"\['kwargs'\]\['input'\]", lambda: model.apply(params, input=batch)),
     ):
-        with pytest.raises(ValueError, match=donated("apply", path)) as error:
+        with pytest.raises(RuntimeError, match=donated("apply", path)) as error:
             call()
-        assert "shapes cannot be multiplied" in str(error.value.__context__)
+        assert "shapes cannot be multiplied" in str(error.value)
+
+
+class StopError(Exception):
+    """Ends a forward early."""
+
+
+class Stopping(torch.nn.Linear):
+    """Raises an error of its own, whatever it is called with."""
+
+    def forward(self, x, other):
+        raise StopError("early")
+
+
+def test_an_error_of_a_model_stays_the_error_that_it_raised():
+    """Whether donated leaves have caused it is not known, and a tree that holds itself has no leaves."""
+    model, holding_itself = fs.functionalize(Stopping(3, 3)), []
+    holding_itself.append(holding_itself)
+    params = model.init(fs.ddp(fs.init_mesh({"shard": -1}, device="cpu")), seed=0)
+    for other, notes in ((lose(torch.ones(2)), 1), (holding_itself, 0), (torch.ones(2), 0)):
+        with pytest.raises(StopError, match="early") as error:
+            model.apply(params, torch.ones(2, 3), other)
+        assert len(getattr(error.value, "__notes__", ())) == notes
+        assert error.traceback[-1].name == "forward"
+        assert error.value.__context__ is None
