@@ -1,5 +1,6 @@
 """Errors that name the leaf, what was expected, what was got and the remedy."""
 
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,8 @@ MAX_PROBLEMS = 10
 MAX_CHARACTERS = 1000
 # The directories of this package and of torch, wherever they are installed.
 _PACKAGES = (Path(__file__).parent, Path(torch.__file__).parent)
+# The directories of Python and of what is installed.
+INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 Problems = Sequence[tuple[str, str, str]]

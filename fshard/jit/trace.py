@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from fshard import _compat, random
 from fshard.collectives import TracedUsage
 from fshard.engine import Started
-from fshard.errors import expect, is_users_file
+from fshard.errors import INSTALLED, expect, is_users_file
 from fshard.jit.signature import read_modes
 from fshard.tree import (
     Exact,
@@ -204,7 +204,11 @@ def replace_abstract(flat: Flat) -> Flat:
     return flat._replace(leaves=[fakes.get(id(leaf), leaf) for leaf in flat.leaves])
 
 
-def _refuse_call(name: str, *_: Any, **__: Any) -> None:
+def _refuse_call(name: str, eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # A library may draw what it does not use, such as a probability to drop a layer in evaluation. The first frame
+    # above is that of the function in the place of the module's.
+    if not name.startswith("torch") and sys._getframe(2).f_code.co_filename.startswith(INSTALLED):
+        return eager(*args, **kwargs)
     raise ValueError(
         f"jit: later calls would not run {name}. Call it outside of the function. For random numbers, give "
         "model.apply(..., key=...) a key."
@@ -240,8 +244,9 @@ def _trace_alone() -> Iterator[None]:
         for module_name, names in names_by_module.items():
             module = import_module(module_name)
             for name in names.split():
-                f = states.get(name, partial(_refuse_call, f"{module_name}.{name}"))
-                patches.enter_context(patch.object(module, name, _replace_in_traces(getattr(module, name), f)))
+                eager = getattr(module, name)
+                f = states.get(name, partial(_refuse_call, f"{module_name}.{name}", eager))
+                patches.enter_context(patch.object(module, name, _replace_in_traces(eager, f)))
         yield
 
 

@@ -10,7 +10,6 @@ import pickle
 import shutil
 import signal
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
@@ -31,16 +30,13 @@ import torch
 import torch.distributed as dist
 
 from fshard import comm
-from fshard.errors import describe_error, is_users_file
+from fshard.errors import INSTALLED, describe_error, is_users_file
 from fshard.tree.checks import NUMBER, SECONDS, check_arguments
 
 T = TypeVar("T")
 
 # Seconds in which the other ranks may still reply after one has failed.
 GRACE = 2.0
-
-# The directories of Python and of what is installed.
-_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 # A worker's own limit on a collective: never the first to strike, because the pool's limit shows the stacks.
 NEVER = timedelta(days=1)
@@ -102,7 +98,7 @@ def _describe_place(error: BaseException) -> str:
         filename = frame.filename
         # Code that was made by a program has no file, but a name as <string>.
         has_file = not filename.startswith("<")
-        if has_file and is_users_file(filename) and not filename.startswith(_INSTALLED):
+        if has_file and is_users_file(filename) and not filename.startswith(INSTALLED):
             path = Path(filename)
             shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
             return f" ({shown}:{frame.lineno})"

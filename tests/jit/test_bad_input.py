@@ -4,8 +4,11 @@ import functools
 import inspect
 import json
 import math
+import random
 import re
+import sysconfig
 import traceback
+import uuid
 from functools import partial
 from importlib import import_module
 from threading import Thread
@@ -362,6 +365,18 @@ def test_generators_of_the_process_are_refused_in_a_trace_alone(name):
         fs.jit(draws)(X)
     draw()
     assert len(drawn) == 2
+
+
+def test_numbers_that_a_library_draws_are_those_of_the_trace():
+    """Many are not used. Modes and seeds of torch are refused whoever sets them."""
+    # Of three numbers, uuid draws one by `random`.
+    fs.jit(lambda x: (uuid.uuid1(node=1), 2 * x)[1])(X)
+    library = {"__name__": "library", "torch": torch, "random": random}
+    source = "def draw(): return random.random()\ndef set_seed(): torch.manual_seed(0)"
+    exec(compile(source, f"{sysconfig.get_path('purelib')}/library.py", "exec"), library)
+    fs.jit(lambda x: (library["draw"](), 2 * x)[1])(X)
+    with pytest.raises(ValueError, match=r"later calls would not run torch\.manual_seed"):
+        fs.jit(lambda x: (library["set_seed"](), x)[1])(X)
 
 
 @pytest.mark.parametrize(
