@@ -170,12 +170,10 @@ def _drop_repeated(problems: Sequence[StepProblem]) -> tuple[StepProblem, ...]:
 def _describe_refusal(error: ValueError) -> StepProblem:
     """Make a problem of an error of fshard's; errors of the user's code and of torch are raised again."""
     stack = traceback.extract_tb(error.__traceback__)
-    # A trace calls the step by a lambda of torch in "<string>", which has no line to show.
-    frames = [
-        Frame(each.filename, each.lineno or 0, each.name)
-        for each in stack
-        if is_users_file(each.filename) and each.line
-    ]
-    if is_users_file(stack[-1].filename) or not frames:
+    users = [each for each in stack if is_users_file(each.filename)]
+    if is_users_file(stack[-1].filename) or not users:
         raise error
+    # A trace calls the step by a lambda of torch, which has no line to show. Nor has a program that was typed in.
+    shown = [each for each in users if each.line] or users
+    frames = [Frame(each.filename, each.lineno or 0, each.name) for each in shown]
     return StepProblem("refused", "", "", tuple(frames[::-1][:MAX_FRAMES]), str(error))

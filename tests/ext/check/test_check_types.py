@@ -276,6 +276,11 @@ def test_refusals_of_fshard_are_problems_and_errors_of_the_user_are_raised():
 
     (problem,) = fs.check(refused, state(), X, mesh=MESH).problems
     assert (problem.kind, [frame.function for frame in problem.frames]) == ("refused", ["refused"])
+    # As of a program that is typed in, whose lines nobody can read.
+    typed = {"fs": fs}
+    exec("def step(state, x):\n    return state, fs.psum({'x': 3}, state.params['w'].spec.axes[0])", typed)
+    (problem,) = fs.check(typed["step"], state(), X, mesh=MESH).problems
+    assert (problem.kind, problem.frames[0].function) == ("refused", "step")
     with pytest.raises(ValueError, match="mine"):
         fs.check(failing, state(), X, mesh=MESH)
     with pytest.raises(ValueError, match="check: mesh has the axes"):
