@@ -142,7 +142,7 @@ def _read_number(
     last: int = 65535,
 ) -> int:
     """Read a variable of the launcher."""
-    text = os.environ.get(name, f"{otherwise}")
+    text = os.environ.get(name, f"{otherwise}").strip()
     expected = f"the variable {name} to be a whole number from {first} to {last}"
     remedy = "start the program by torchrun, which sets it, or unset RANK and WORLD_SIZE for one rank"
     expect(text.isdecimal() and first <= int(text) <= last, "init_mesh", expected, repr(text), remedy)

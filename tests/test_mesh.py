@@ -21,7 +21,7 @@ from fshard import _compat, checkpoint
 from fshard import mesh as meshes
 from fshard.comm import Meeting
 from fshard.comm.sockets import sockets_of_mesh
-from fshard.mesh import ranks_of, ranks_on_host
+from fshard.mesh import _read_number, ranks_of, ranks_on_host
 from fshard.rounding import tolerance
 from fshard.testing import assert_matches_ddp, assert_trees_close, spmd
 from tests.forked_programs import run_on_ranks
@@ -319,6 +319,13 @@ def test_a_variable_of_the_launcher_that_is_missing_beside_others_is_named(name,
         ValueError, match=rf"^init_mesh: expected the variable {name} to be .*, got ''; start the program"
     ):
         fs.init_mesh({"shard": -1}, device="cpu", timeout=1)
+
+
+def test_spaces_around_a_variable_of_the_launcher_are_left_out(monkeypatch):
+    """As by torch: `wc -l` writes them, and a file of variables may have them at the ends of its lines."""
+    for variable, number in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(variable, f" {number}\r")
+        assert _read_number(variable) == int(number)
 
 
 @pytest.mark.parametrize("text", ("x", "0"))
