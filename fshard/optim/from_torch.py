@@ -438,8 +438,9 @@ def _evaluate(hyper: Hyper, count: torch.Tensor, injected: Hyper) -> Hyper:
     """Evaluate the hyperparameters that change: schedules are called, and others may be injected by the state."""
     values = dict(injected)
     for name, value in hyper.items():
-        # A class would make an instance of itself.
-        if callable(value) and not isinstance(value, type):
+        # It would make an instance of itself.
+        is_class = isinstance(value, type)
+        if callable(value) and not is_class:
             values[name] = call_schedule(value, name, count, allow_pairs=True)
     return values
 

@@ -270,7 +270,7 @@ def explain_donation(error: Exception, api_name: str, **given: Tree) -> None:
         try:
             refuse_donated(api_name, flatten(given))
         except ValueError as refusal:
-            error.add_note(str(refusal))
+            error.add_note(f"{refusal}")
 
 
 def refuse_abstract(api_name: str, flat: Flat) -> None:
