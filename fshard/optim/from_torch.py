@@ -268,7 +268,7 @@ class _WrappedClass:
         has_begun = [True] * len(gradients)
         if self._traits.is_first_step_special:
             counts = count_updates(state.counts, grads)
-            numbers = _move_numbers(selection.take(leaves_of(counts)), CPU)
+            numbers = _move_numbers(selection.take(flat.leaves_of(counts)), CPU)
             # The current update is counted.
             has_begun = [int(number) > 1 for number in numbers]
         refuse_frozen_counters(f"from_torch: {self._name}", state)
@@ -483,8 +483,7 @@ def _collect_gradients(grads: Sequence[Any], flat: Flat, *, copy: bool) -> dict[
     for grad in gradients.values():
         # Calling the operators takes longer than asking.
         if grad.is_conj() or grad.is_neg():
-            grad = _detach(grad).resolve_conj()
-            grad = grad.resolve_neg()
+            grad = _detach(grad).resolve_conj().resolve_neg()
         plain.append(grad)
     return dict(zip(gradients, _make_all_writable(plain, in_place=not copy), strict=True))
 

@@ -53,12 +53,12 @@ class Flat(_Flat):
             begin = end
 
     def leaves_of(self, other: Tree) -> list[Any]:
-        """List the leaves of another tree, in a quarter of the time where it has this structure."""
+        """List the leaves of another tree, by its keys and in a quarter of the time where it has this structure."""
         with suppress(ValueError):
-            leaves = self.treedef.flatten_up_to(other)
+            other = self.treedef.flatten_up_to(other)
             # Others may be trees that this structure does not look into.
-            if {Sharded, torch.Tensor, type(None)}.issuperset(map(type, leaves)):
-                return leaves
+            if {Sharded, torch.Tensor, type(None)}.issuperset(map(type, other)):
+                return other
         return leaves_of(other)
 
     def unflatten(self, leaves: Iterable[Any]) -> Tree:

@@ -154,6 +154,20 @@ def test_slots_are_taken_by_the_keys_of_their_parameters():
         tx.update(grads, state._replace(slots=state.slots | {"exp_avg": {"a": params["a"]}}), params)
 
 
+def test_slots_and_counts_are_taken_by_keys_in_a_graph_too():
+    """There tensors are of another class. Leaves were updated a different number of times."""
+    params = {"a": normal(1)(2), "b": normal(2)(2)}
+    grads = {"a": normal(3)(2), "b": normal(4)(2)}
+    for cls, hyper in ((optim.AdamW, {}), (optim.SGD, {"momentum": 0.9, "dampening": 0.5})):
+        tx = fs.from_torch(cls, lr=0.1, **hyper)
+        after, state = tx.update(grads | {"a": None}, tx.init(params), params)
+        slots = {name: OrderedDict(b=slot["b"], a=slot["a"]) for name, slot in state.slots.items()}
+        counts = OrderedDict(b=state.counts["b"], a=state.counts["a"]) if state.counts else ()
+        turned = state._replace(slots=slots, counts=counts)
+        for update in (tx.update,) if state.counts else (tx.update, fs.jit(tx.update)):
+            assert_same_bits(update(grads, turned, after)[0], update(grads, state, after)[0])
+
+
 def test_a_state_that_lacks_nothing_may_be_of_another_class():
     """As after another choice of an option: what a class does not keep stays as it is."""
     grads = {"w": normal(0)(3, 2), "v": normal(1)(2)}
