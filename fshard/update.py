@@ -205,8 +205,7 @@ def update(
     check_flags("update", donate=donate)
     flat = flatten(state)
     check_local("update", flat)
-    _, params, *_ = flat.children
-    _check_gradients(grads, params)
+    _check_gradients(grads, list(flat.children)[1])
     refuse_frozen_counters("update", state)
     check_same_step("update", state)
     # In a trace it is for jit to say which tensors are written in place.
@@ -214,8 +213,8 @@ def update(
     if donate and tx.update_donated is not None:
         state = _take_over(state, flat)
     is_on_host = any_on_host(flat.specs)
-    # They hold the tensors, which an update that makes new ones lets go of.
-    del flat, params
+    # It holds the tensors, which an update that makes new ones lets go of.
+    del flat
     run = run_update
     if _compat.is_profiling():
         run = _compat.show_range("fshard::update", run_update)

@@ -224,13 +224,14 @@ def test_writes_to_a_leaf_that_the_function_computes_are_refused():
         fs.value_and_grad(loss)(params)
 
 
-def test_leaves_that_a_function_has_donated_are_refused():
-    """The call has checked them before, when they had values."""
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_leaves_that_a_function_has_donated_are_refused(is_sharded):
+    """The call has checked them before, when they had values. A plain tensor stays the same object."""
     model = fs.functionalize(nn.Linear(2, 2))
     tx = fs.sgd(0.1)
 
     def loss(params):
-        bias = {"bias": params["bias"]}
+        bias = {"bias": params["bias"] if is_sharded else params["bias"].local}
         fs.update(tx, fs.TrainState.create(bias, tx), fs.tree_map(torch.ones_like, bias), donate=True)
         return model.apply(params, torch.ones(1, 2)).sum()
 

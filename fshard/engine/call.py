@@ -1,6 +1,5 @@
 """Engine calls: one run of `value_and_grad` or of a model, from binding its leaves to the end of its backward."""
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -100,11 +99,11 @@ class EngineCall:
         return self._microbatch is not None and any(map(self._microbatch.has, params))
 
     def has_all(self, flat: Flat) -> bool:
-        """Return whether a tree has the very leaves that this call bound, each with its tensor."""
+        """Return whether a tree has the very leaves that this call bound, each with its tensor and all elements."""
         tensors = [leaf.tensor for leaf in self._sharded_leaves]
-        found = [*flat.leaves, *flat.tensors]
-        bound = [*self.bound, *tensors]
-        return len(found) == len(bound) and all(map(operator.is_, found, bound))
+        are_bound = list(map(id, flat.leaves + flat.tensors)) == list(map(id, self.bound + tensors))
+        # A tensor that was donated itself is empty.
+        return are_bound and list(map(torch.Tensor.numel, tensors)) == list(map(torch.Tensor.numel, self._stored))
 
     @property
     def is_recomputing(self) -> bool:
