@@ -1,6 +1,5 @@
 """The state of torch.optim's optimizers, to and from states that `fs.from_torch` made."""
 
-import inspect
 from collections.abc import Container, Iterable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple
@@ -8,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-import fshard as fs
 from fshard.ext.interop.module_exchange import ModuleExchange, is_full, named_leaves
 from fshard.extend import (
     COUNT,
@@ -22,6 +20,8 @@ from fshard.extend import (
 )
 
 StateDict = dict[str, Any]
+# Arguments that do not change what a class keeps, as a trial on the CPU takes them.
+PLAIN = {"lr": 0.0, "foreach": False, "fused": False, "capturable": False, "differentiable": False}
 
 
 class Group(NamedTuple):
@@ -185,9 +185,11 @@ def describe_optimizer(
     unknown = sorted(owners.difference(names))
     problems = [Problem(name, "has state, but is no parameter of the torch optimizer") for name in unknown]
     refuse(f"{exchange.label}: states do not fit", problems, "pass the optimizer of all that was trained")
-    _check_class(exchange, slots, optimizer, owners or names)
-    groups = optimizer.state_dict()["param_groups"]
     groups_of_states = _list_groups(exchange, opt_state, names)
+    # A class may keep nothing for a momentum that was injected as 0.
+    if not any("momentum" in group.values for group in groups_of_states):
+        _check_class(exchange, slots, optimizer, owners or names)
+    groups = optimizer.state_dict()["param_groups"]
     for group in groups:
         members = [names[number] for number in group["params"]]
         group |= _take_numbers(exchange.label, group, members, groups_of_states)
@@ -198,16 +200,21 @@ def _check_class(
     exchange: ModuleExchange, slots: Iterable[str], optimizer: torch.optim.Optimizer, owners: Container[str]
 ) -> None:
     """Refuse state of another class of torch.optim than that of an optimizer, or of other options."""
-    cls = type(optimizer)
+    cls: Any = type(optimizer)
     # The arguments of another's class may have other names in its groups.
     if cls not in vars(torch.optim).values():
         return
-    expected: set[str] = set()
-    for group in optimizer.param_groups:
-        arguments = inspect.signature(cls).parameters.keys() & group.keys() - {"params", "capturable"}
-        tx = fs.from_torch(cls, **{name: group[name] for name in arguments})
-        dims = {tensor.dim() for tensor in group["params"] if exchange.by_tensor[id(tensor)] in owners}
-        expected |= tx.init([torch.zeros((1,) * dim, device="cpu") for dim in dims]).slots.keys()
+    groups = []
+    with torch.device("cpu"):
+        for group in optimizer.param_groups:
+            dims = {tensor.dim() for tensor in group["params"] if exchange.by_tensor[id(tensor)] in owners}
+            tensors = [torch.zeros((1,) * dim) for dim in dims]
+            for tensor in tensors:
+                tensor.grad = tensor.clone()
+            groups.append(group | PLAIN | {"params": tensors})
+        trial = cls(groups)
+        trial.step()
+    expected = set().union(*trial.state.values())
     names = {key.partition(".")[0] for key in slots}
     text = f"a state with {sorted(expected)}, which this {cls.__name__} keeps"
     remedy = "pass an optimizer of the class and options that the state was made with"

@@ -157,6 +157,25 @@ def test_frozen_parameters_have_no_say_in_numbers():
     assert state.hyper["lr"] == 2.0
 
 
+def test_options_that_keep_the_same_state_are_not_compared():
+    """Torch refuses some of them together, or on the CPU. A state may begin to keep an injected momentum later."""
+    module = nn.Linear(3, 2)
+    params = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    grads = fs.tree_map(torch.ones_like, params)
+    for cls, hyper, options in (
+        (torch.optim.Adam, {}, {"lr": torch.tensor(0.5), "foreach": True, "capturable": True}),
+        (torch.optim.Adadelta, {}, {"foreach": True, "differentiable": True}),
+        (torch.optim.SGD, {"momentum": 0.0, "inject": "momentum"}, {"momentum": 0.0}),
+    ):
+        tx = fs.from_torch(cls, **hyper)
+        state = tx.init(params)
+        state = state._replace(hyper=fs.tree_map(lambda zero: zero + 0.5, state.hyper))
+        _, state = tx.update(grads, state, params)
+        exported = to_optimizer_state_dict(state, module, cls(module.parameters(), **options))
+        assert exported["state"][0].keys() == state.slots.keys() != set()
+        assert exported["param_groups"][0].get("momentum", 0.5) == 0.5
+
+
 def test_a_parameter_that_never_had_a_gradient_has_no_state():
     module = nn.Linear(3, 2)
     params = {name: parameter.detach() for name, parameter in module.named_parameters()}
