@@ -95,12 +95,12 @@ def _optimizer_content(
     # Before the first update torch's own checkpoint has zeros too.
     state_by_name = states.by_parameter(updated or slots)
     state = {name_of_fsdp2(name): kept for name, kept in state_by_name.items()}
-    values_of_members: dict[str, StateDict] = {}
+    flat = named_leaves({"state": state})
     for group in groups:
         group["params"] = [name_of_fsdp2(names[number]) for number in group["params"]]
-        values = {key: value for key, value in group.items() if key != "params"}
-        values_of_members |= dict.fromkeys(group["params"], values)
-    return {"state": state, "param_groups": values_of_members if is_flat else groups}
+        for member in group["params"]:
+            flat |= {f"param_groups.{member}.{key}": value for key, value in group.items() if key != "params"}
+    return flat if is_flat else {"state": state, "param_groups": groups}
 
 
 def load_dcp(

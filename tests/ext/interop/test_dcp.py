@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD
 
 import fshard as fs
 from fshard.checkpoint import CheckpointError, load_dcp, save_dcp
+from fshard.extend import flatten
 from tests.checkpoint.states import zeros_like
 from tests.ext.interop.test_state_dict import refusal
 from tests.ranks import on_ranks
@@ -177,6 +179,25 @@ def test_a_state_before_its_first_update_is_written_as_torch_writes_it(tmp_path)
     read = fs.tree_map(lambda value: value + 1 if isinstance(value, torch.Tensor) else value, expected)
     dcp.load({"optim": read}, checkpoint_id=tmp_path, no_dist=True)
     assert_same_bits(read["state"], expected["state"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+@pytest.mark.parametrize("flat", [False, True])
+def test_torch_makes_the_dicts_of_its_own_checkpoint_of_the_files(tmp_path, flat):
+    """Torch's converter reads from the list of contents which dict each key is in."""
+    module = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(module.parameters())
+    params = fs.functionalize(module).init(fs.zero3(one_axis()), seed=0)
+    state = fs.TrainState.create(params, fs.from_torch(torch.optim.AdamW))
+    save_dcp(tmp_path / "ours", state, module=module, optimizer=optimizer, flatten_optimizer_state_dict=flat)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, optim = get_state_dict(module, optimizer, options=options)
+    dcp.save({"model": model, "optim": optim}, checkpoint_id=tmp_path / "torch")
+    files = [tmp_path / f"{name}.pt" for name in ("ours", "torch")]
+    for file in files:
+        dcp_to_torch_save(file.with_suffix(""), file)
+    ours, expected = (sorted(flatten(torch.load(file)["optim"]).paths) for file in files)
+    assert ours == expected
 
 
 @on_ranks(2)
