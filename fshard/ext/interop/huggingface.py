@@ -159,7 +159,7 @@ def load_huggingface(
     if names is not None:
         with exchange.raise_on_all_ranks():
             renamed = _rename(exchange.label, filter(exchange.saved_as, leaves), names)
-            for name in chain.from_iterable(exchange.saved.values()):
+            for name in chain(*exchange.saved.values(), exchange.unsaved):
                 renamed.setdefault(names(name), name)
         # A tensor may have the name of a leaf that `names` calls otherwise, and must not be taken for it.
         entries = {renamed.get(name, f"{name} (in the files)"): entry for name, entry in entries.items()}
@@ -181,7 +181,7 @@ def load_huggingface(
 
 def _rename(label: str, leaves: Iterable[str], names: Names | None) -> dict[str, str]:
     """Return the names of leaves by those that they have in the files, and refuse names that no reader takes."""
-    names = names or str
+    names = str if names is None else names
     expect(callable(names), label, "names to be a function of a name, or None", describe(names))
     renamed: dict[str, str] = {}
     problems = []

@@ -65,11 +65,13 @@ class ModuleExchange(Exchange):
         for name_with_wrappers, tensor in chain(parameters, module.named_buffers(remove_duplicate=False)):
             name = name_without_wrappers(name_with_wrappers)
             first = self.by_tensor.setdefault(id(tensor), name)
-            self.first |= dict.fromkeys((name, name_with_wrappers, name_of_fsdp2(name)), first)
+            self.first |= dict.fromkeys((name, name_with_wrappers), first)
             if not tensor.requires_grad:
                 self.frozen.add(first)
             if name in in_state_dict:
                 self.saved.setdefault(first, []).append(name)
+        # Another tensor may have such a name itself.
+        self.first = {name_of_fsdp2(name): first for name, first in self.first.items()} | self.first
         self.unsaved = unsaved_buffers(module) - self.saved.keys()
 
     def saved_as(self, name: str) -> list[str]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import fshard as fs
 from fshard.checkpoint import CheckpointError, load_huggingface, save_huggingface
@@ -128,6 +129,31 @@ def test_names_may_be_others_in_the_files(tmp_path):
         for strict in (True, False):
             with pytest.raises(ValueError, match=match):
                 read(tmp_path / "plain", names=lambda _, name=name: name, strict=strict)
+
+
+def test_a_buffer_that_is_not_saved_is_read_where_files_have_it(tmp_path):
+    """Also under another name, as older files have buffers of rotary embeddings."""
+    module = nn.Module()
+    module.register_buffer("cache", torch.zeros(2), persistent=False)
+    save_huggingface(tmp_path, {"cache": torch.ones(2)}, names="model.{}".format)
+    loaded = load_huggingface(tmp_path, {"cache": torch.zeros(2)}, names="model.{}".format, module=module)
+    assert loaded["cache"].tolist() == [1, 1]
+
+
+def test_a_submodule_may_be_called_as_torch_compile_calls_one(tmp_path):
+    """Its tensors have names of their own beside those of the module around it."""
+    module = nn.Module()
+    module._orig_mod = nn.Linear(2, 2)
+    module.weight = nn.Parameter(torch.ones(3))
+    params = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    save_huggingface(tmp_path, params, module=module)
+    assert_same_bits(load_huggingface(tmp_path, zeros_like(params), module=module), params)
+
+
+def test_names_that_are_no_function_are_refused(tmp_path):
+    for names in ({}, "", 0):
+        with pytest.raises(ValueError, match="expected names to be a function of a name, or None, got "):
+            save_huggingface(tmp_path / "out", FULL, names=names)
 
 
 TAKEN = "is called '__metadata__', a name that safetensors uses itself\n"
