@@ -111,7 +111,11 @@ def read_checksums(directory: Path) -> WrittenTensors | None:
     path = directory / CHECKSUMS
     if not path.is_file():
         return None
-    manifest = files.decode_outline(path.read_bytes(), path)
+    try:
+        manifest = files.decode_outline(path.read_bytes(), path)
+    except CheckpointError as error:
+        # Others write files of this name too.
+        raise CheckpointError(f"{error}, or remove it to read without checksums") from None
     return manifest.tensors
 
 

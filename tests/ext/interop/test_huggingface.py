@@ -254,7 +254,9 @@ def test_damaged_checksums_are_named(tmp_path):
     manifest = manifests.encode(manifests.Manifest(0, {"a": manifests.StoredLeaf("float64", (5, 3), ())}, {}))
     for content, text in ((b"{", others_file), (b"[]", others_file), (manifest.replace(b"[5, 3]", b"[5, 9]"), damaged)):
         (tmp_path / CHECKSUMS).write_bytes(content)
-        assert f"{tmp_path / CHECKSUMS}: {text}" in refused_read(tmp_path)
+        refusal_text = refused_read(tmp_path)
+        assert f"{tmp_path / CHECKSUMS}: {text}" in refusal_text
+        assert refusal_text.endswith(", or remove it to read without checksums")
 
 
 @pytest.mark.parametrize("leaf", (None, ("float64", (5, 9)), ("float32", (5, 3))))
