@@ -259,7 +259,8 @@ def check_same_step(api_name: str, given: Tree) -> None:
         return
     # Ranks that own different pieces count the updates of each by itself, so only their steps must agree.
     is_owned = any("owned" in spec.roles.values() for spec in flat.specs)
-    counts = {}
+    # Others may begin another call meanwhile.
+    counts = {comm.VERB: api_name}
     for number, state in enumerate(states):
         name = "state" if len(states) == 1 else f"states[{number}]"
         counters = flatten(state._replace(params=(), buffers=(), key=None, transform_state=()))
@@ -273,7 +274,11 @@ def check_same_step(api_name: str, given: Tree) -> None:
         "use the same optimizer on every rank, and take the state of the smaller step, which the others had before "
         "their last one, or restore the last checkpoint on every rank"
     )
-    refuse(f"{api_name}: ranks hold states of different steps or optimizers", differences, remedy)
+    headline = "ranks hold states of different steps or optimizers"
+    if differences and differences[0].path == comm.VERB:
+        headline = "ranks make different calls"
+        remedy = comm.SAME_CALLS
+    refuse(f"{api_name}: {headline}", differences, remedy)
     rank_state.compared.add(flat.treedef)
 
 

@@ -56,6 +56,10 @@ def updated(state, tx=ADAMW):
     return fs.update(tx, state, fs.tree_map(torch.ones_like, state.params))
 
 
+def differentiate(state, reduce):
+    return fs.value_and_grad(loss_fn, reduce=reduce)(state.params, X)
+
+
 def breaks_at(place, error=BadSampleError):
     """Break one rank at a place."""
 
@@ -171,6 +175,24 @@ def test_states_of_different_steps_are_refused_by_the_first_update_on_a_new_mesh
     for _ in range(4):
         expected, _ = train_step(expected)
     assert_same_bits(fs.tree_leaves(state), fs.tree_leaves(expected))
+
+
+@on_ranks("2 processes", 3)
+def test_an_update_that_one_rank_makes_alone_on_a_new_mesh_is_named_as_another_call():
+    """Not as states of other steps; and where the others fail before they compare, with their error."""
+    lines = {
+        "mean": "verb: expected update as on the rank at shard=0, got value_and_grad on the rank at shard=1",
+        "max": "value_and_grad: reduce must be",
+    }
+    for reduce, line in lines.items():
+        states = fail_in_the_update(mesh_of())
+        mesh_of()
+        program = partial(differentiate, states[2], reduce)
+        if my_rank() == 0:
+            program = partial(updated, states[2])
+        text = outcome(program).text
+        assert line in text
+        assert text.startswith("update: ranks make different calls") == (my_rank() == 0 and reduce == "mean")
 
 
 @on_ranks(2)

@@ -34,7 +34,8 @@ class ThreadedCollective(NamedTuple):
     run: Callable[[list[Any]], None]
 
 
-def hide_trace_from_pytest() -> AbstractContextManager[object]:
+@contextmanager
+def hide_trace_from_pytest() -> Iterator[None]:
     """Keep torch's structured trace out of the reports of pytest inside a block. Checked on 2.13 with pytest 9.2.
 
     The logger of the trace is always at level DEBUG, and switched on by any handler. pytest 9 adds its own to all
@@ -42,8 +43,14 @@ def hide_trace_from_pytest() -> AbstractContextManager[object]:
     Handlers of others stay.
     """
     logger = logging.getLogger("torch.__trace")
-    shown = [handler for handler in logger.handlers if not type(handler).__module__.startswith("_pytest.")]
-    return patch.object(logger, "handlers", shown)
+    hidden = [handler for handler in logger.handlers if type(handler).__module__.startswith("_pytest.")]
+    for handler in hidden:
+        logger.removeHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in hidden:
+            logger.addHandler(handler)
 
 
 def thread_object(key: str) -> Any:

@@ -4,6 +4,7 @@
 """
 
 from fshard.comm.agree import (
+    SAME_CALLS,
     VERB,
     all_gather_object,
     axes_in,

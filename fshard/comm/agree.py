@@ -31,6 +31,8 @@ DIGEST_BYTES = 16
 NO_AXIS = 255
 # The first fact of a call.
 VERB = "verb"
+# What to do where ranks make different calls.
+SAME_CALLS = "make the same calls in the same order on every rank, with equal strategies, dtypes and arguments"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -110,8 +112,7 @@ def check_same_facts(api_name: str, facts: Mapping[Axis, str], failure_text: str
         if not failure_text:
             report_at_once(text)
         raise CollectiveError(text)
-    remedy = "make the same calls in the same order on every rank, with equal strategies, dtypes and arguments"
-    refuse(f"{api_name}: ranks make different calls", _find_first_difference(*pair), remedy)
+    refuse(f"{api_name}: ranks make different calls", _find_first_difference(*pair), SAME_CALLS)
 
 
 def _choose_axes(axes: Iterable[Axis]) -> Sequence[Axis]:
@@ -141,9 +142,14 @@ def find_disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: C
     Returns:
         Nothing if all ranks agree, else the first entry that differs. It is the same on every rank, and all of them
         must end the running call with it.
+
+    Raises:
+        CollectiveError: if a rank failed in another call.
     """
     facts = dict.fromkeys(axes, json.dumps(dict(entries)))
     pair = _find_differing_facts(facts, make_label(label))
+    if pair and not pair[0].is_ready:
+        raise CollectiveError(pair[0].text)
     return _find_first_difference(*pair) if pair else []
 
 
