@@ -655,7 +655,10 @@ def _observe(make: Make, start_hyper: Hyper) -> _Traits:
     # On accelerators torch chooses foreach by itself. Classes may not have it, or not for these hyperparameters.
     with suppress(Exception):
         try_steps(partial(make, foreach=make.keywords.get("foreach") is not False), {})
-    number_names = [name for name, value in from_nothing.items() if isinstance(value, torch.Tensor) and not value.dim()]
+    number_names = []
+    for name, value in from_nothing.items():
+        if isinstance(value, torch.Tensor) and not value.dim():
+            number_names.append(name)
     is_special = any(torch.as_tensor(value != from_zeros[name]).any() for name, value in from_nothing.items())
     writes_gradients = not all(map(start.cos().equal, used_grads))
     return _Traits(number_names, common_names, is_special, writes_gradients)

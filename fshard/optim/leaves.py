@@ -28,10 +28,11 @@ def check_same_splits(*columns: Sequence[Any]) -> None:
     """
     # No line of Python runs for each of thousands.
     specs = [attributes_of(leaves, "spec") for leaves in columns]
-    sharded = list(filter(any, specs))
     # Mostly they share spec objects.
-    is_alike = all(all(map(operator.is_, sharded[0], others)) for others in sharded)
-    if is_alike and len(set(map(len, columns))) == 1:
+    first, *rest = list(filter(any, specs)) or [[]]
+    are_same = [all(map(operator.is_, first, others)) for others in rest]
+    have_one_length = len(set(map(len, columns))) == 1
+    if have_one_length and all(are_same):
         return
     partitions = [attributes_of(column, "effective_partition") for column in specs]
     for splits in set(zip(*partitions, strict=True)):

@@ -94,7 +94,9 @@ def _optimizer_content(
     updated = {key: leaf for key, leaf in slots.items() if int(counts.get(states.parameter_of(key), 1))}
     # Before the first update torch's own checkpoint has zeros too.
     state_by_name = states.by_parameter(updated or slots)
-    state = {name_of_fsdp2(name): kept for name, kept in state_by_name.items()}
+    state = {}
+    for name, kept in state_by_name.items():
+        state[name_of_fsdp2(name)] = kept
     flat = named_leaves({"state": state})
     for group in groups:
         group["params"] = [name_of_fsdp2(names[number]) for number in group["params"]]
@@ -167,22 +169,27 @@ def load_dcp(
         return exchange.with_leaves(like, filled)
     kept = states.by_parameter(states.collect_slots(exchange, like.opt_state))
     stored = _entries_under(f"{prefix}state.", entries, named_leaves(kept), exchange.label, "optimizer_key")
-    slots = {}
-    for key, entry in stored.items():
-        parameter, _, name = key.rpartition(".")
-        first = exchange.first.get(parameter, parameter)
-        slots[f"{name}.{first}"] = entry
+    slots = _name_slots(exchange, stored)
     with exchange.raise_on_all_ranks(directory):
         groups = _read_groups(exchange, values, f"{prefix}param_groups.", like.opt_state)
     opt_state = states.rebuild_state(exchange, like.opt_state, slots, groups, updates)
-    counts = [int(state.updates) for state in states.list_states(opt_state)]
-    step = max(counts, default=0)
+    step = max([int(state.updates) for state in states.list_states(opt_state)], default=0)
     return like._replace(
         step=torch.full_like(like.step, step),
         params=exchange.with_leaves(like.params, filled),
         opt_state=opt_state,
         buffers=exchange.with_leaves(like.buffers, filled),
     )
+
+
+def _name_slots(exchange: ModuleExchange, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Name the entries of an optimizer's state as `collect_slots` does: exp_avg.weight for weight.exp_avg."""
+    slots = {}
+    for key, entry in stored.items():
+        parameter, _, name = key.rpartition(".")
+        first = exchange.first.get(parameter, parameter)
+        slots[f"{name}.{first}"] = entry
+    return slots
 
 
 def _read_groups(

@@ -21,7 +21,10 @@ from fshard.extend import (
 
 StateDict = dict[str, Any]
 # Arguments that do not change what a class keeps, as a trial on the CPU takes them.
-PLAIN = {"lr": 0.0, "foreach": False, "fused": False, "capturable": False, "differentiable": False}
+_PLAIN = (
+    *(("lr", 0.0), ("foreach", False), ("fused", False)),
+    *(("capturable", False), ("differentiable", False)),
+)
 
 
 class Group(NamedTuple):
@@ -211,7 +214,7 @@ def _check_class(
             tensors = [torch.zeros((1,) * dim) for dim in dims]
             for tensor in tensors:
                 tensor.grad = tensor.clone()
-            groups.append(group | PLAIN | {"params": tensors})
+            groups.append(group | dict(_PLAIN) | {"params": tensors})
         trial = cls(groups)
         trial.step()
     expected = set().union(*trial.state.values())
@@ -273,10 +276,13 @@ def rebuild_state(
         for name, old in named_leaves(state.counts).items():
             counts[name] = old.clone() if name in without_state else torch.full_like(old, count)
         numbers = _take_numbers(exchange.label, hyper, members, groups)
+        new_hyper = {}
+        for name, old in hyper.items():
+            new_hyper[name] = torch.full_like(old, numbers.get(name, float(old)))
         return TorchState(
             updates=torch.full_like(state.updates, count),
             slots=slots,
-            hyper={name: torch.full_like(old, numbers.get(name, float(old))) for name, old in hyper.items()},
+            hyper=new_hyper,
             counts=exchange.with_leaves(state.counts, counts),
         )
 

@@ -99,8 +99,14 @@ def _find_gradients(module: GraphModule, collectives: Mapping[Node, comm.Collect
 
 def _find_known_uses(graph: Any, args: Any) -> dict[Node, str]:
     """Find the uses of a graph's inputs, and of those results that are fields of a state."""
-    uses = {node: use for use, node in _list_uses(graph.results) if use and node is not None}
-    inputs = [use or "inputs" for use, leaf in _list_uses(args) if isinstance(leaf, Sharded | torch.Tensor)]
+    uses = {}
+    for use, node in _list_uses(graph.results):
+        if use and node is not None:
+            uses[node] = use
+    inputs = []
+    for use, leaf in _list_uses(args):
+        if isinstance(leaf, Sharded | torch.Tensor):
+            inputs.append(use or "inputs")
     uses |= zip(graph_nodes.find_inputs(graph.module.graph), inputs, strict=True)
     return uses
 

@@ -249,8 +249,12 @@ class Operations:
     def _list_senders(self, path: str) -> list[Collective]:
         """List the collectives that gather a leaf or reduce its gradient, the last one first."""
         # Those of norms and of the user's sums name leaves of all units at once.
-        entries = [entry for entry in self.collectives.values() if entry.label in (Verb.GATHER, Verb.SCATTER)]
-        return [entry for entry in reversed(entries) if path.endswith(entry.about.leaves)]
+        senders = []
+        for entry in reversed(self.collectives.values()):
+            moves_leaves = entry.label in (Verb.GATHER, Verb.SCATTER)
+            if moves_leaves and path.endswith(entry.about.leaves):
+                senders.append(entry)
+        return senders
 
     def _list_collectives(self, node: Node) -> Iterator[Collective]:
         """List the collectives that a node reads something of, the nearest first."""
