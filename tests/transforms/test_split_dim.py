@@ -44,7 +44,9 @@ def test_pieces_round_trips_and_adjoint(world_size):
                 moved = fs.reshard(params, line)
                 assert_same_bits(fs.unshard(moved), full)
                 assert_same_bits(fs.reshard(moved, transform)["w"].local, params["w"].local)
-        check_adjoint(transform, [shape])
+        # Of a leaf without elements there is nothing to compare.
+        if 0 not in shape:
+            check_adjoint(transform, [shape])
 
 
 @on_ranks(4)
