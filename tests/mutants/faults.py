@@ -27,6 +27,10 @@ MIRRORS = {
     "fshard/ext/quantize.py": ("tests/ext/test_quantize.py", "tests/ext/test_quantize_state.py"),
     "fshard/tree/maps.py": ("tests/test_tree.py", "tests/jit/test_donation.py"),
     "fshard/random.py": ("tests/jit/test_donation.py",),
+    "fshard/tree/flat.py": (
+        *("tests/optim/test_from_torch.py", "tests/test_tree.py", "tests/test_law_round_trip.py"),
+        *("tests/test_update.py", "tests/ext/optim/test_donated.py"),
+    ),
     "fshard/tree": (
         *("tests/test_tree.py", "tests/test_law_round_trip.py", "tests/test_update.py"),
         *("tests/ext/optim/test_donated.py", "tests/transforms/test_bad_transforms.py"),
@@ -40,7 +44,7 @@ MIRRORS = {
     "fshard/comm/connect.py": (
         *("tests/comm/test_meeting.py", "tests/comm/test_many_ranks.py", "tests/comm/test_retry.py"),
     ),
-    "fshard/comm/agree.py": ("tests/comm/test_cost_laws.py", "tests/comm"),
+    "fshard/comm/agree.py": ("tests/comm/test_cost_laws.py", "tests/comm", "tests/test_recovery.py"),
     "fshard/comm/groups.py": ("tests/comm/test_forked_children.py", "tests/comm/test_failure.py"),
     "fshard/comm/meeting.py": (
         *("tests/comm/test_meeting.py", "tests/comm/test_many_ranks.py", "tests/comm/test_retry.py"),
