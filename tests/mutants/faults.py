@@ -96,6 +96,7 @@ MIRRORS = {
     "fshard/ext/optim/block_sums.py": ("tests/ext/optim/test_norm_blocks.py", "tests/ext/optim/test_clip.py"),
     "fshard/optim/from_torch.py": ("tests/optim", "tests/ext/optim"),
     "fshard/optim": ("tests/optim", "tests/ext/optim"),
+    "fshard/ext/jit/uses.py": ("tests/ext/jit", "tests/ext/plan/test_plan.py"),
     "fshard/ext/jit": ("tests/ext/jit",),
     "fshard/ext/replay/operations.py": ("tests/ext/replay/test_verify.py", "tests/ext/replay/test_replay.py"),
     "fshard/ext/replay/verify.py": ("tests/ext/replay/test_verify.py",),
