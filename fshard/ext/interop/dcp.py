@@ -194,7 +194,7 @@ def _name_slots(exchange: ModuleExchange, stored: Mapping[str, Any]) -> dict[str
 
 def _read_groups(
     exchange: ModuleExchange, values: Mapping[str, Callable[[], Any]], prefix: str, opt_state: Any
-) -> list[states.Group]:
+) -> list[states.ParameterGroup]:
     """Read the values that a state takes from parameter groups.
 
     Where the optimizer's state was flattened, each parameter is a group without members.
@@ -210,7 +210,7 @@ def _read_groups(
     groups = []
     for hyper in values_of_groups.values():
         members = {exchange.first.get(name, name) for name in hyper["params"]}
-        groups.append(states.Group(members, hyper))
+        groups.append(states.ParameterGroup(members, hyper))
     return groups
 
 

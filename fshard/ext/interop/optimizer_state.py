@@ -27,7 +27,7 @@ _PLAIN = (
 )
 
 
-class Group(NamedTuple):
+class ParameterGroup(NamedTuple):
     """Parameters of the same hyperparameters: those of a group of a torch optimizer, or of a state.
 
     Attributes:
@@ -130,7 +130,7 @@ def from_optimizer_state_dict(
             entries = _entries_of(exchange.label, state_dict["state"], names)
             for group in state_dict["param_groups"]:
                 members = {names[number] for number in group["params"] if number in names}
-                groups.append(Group(members, group))
+                groups.append(ParameterGroup(members, group))
         except (AttributeError, LookupError, TypeError) as error:
             expect(False, exchange.label, expected, f"{describe(state_dict)}: {error}")
     return rebuild_state(exchange, like, entries, groups, updates)
@@ -242,7 +242,11 @@ def collect_slots(exchange: ModuleExchange, opt_state: Any) -> dict[str, Any]:
 
 
 def rebuild_state(
-    exchange: ModuleExchange, like: Any, entries: Mapping[str, Entry], groups: Iterable[Group], updates: int | None
+    exchange: ModuleExchange,
+    like: Any,
+    entries: Mapping[str, Entry],
+    groups: Iterable[ParameterGroup],
+    updates: int | None,
 ) -> Any:
     """Read a state. That of a parameter that never had a gradient, of which torch has none, is as in `like`.
 
@@ -305,7 +309,7 @@ def _count_updates(label: str, slots: Mapping[str, Any]) -> int:
 
 
 def _take_numbers(
-    label: str, values: Iterable[str], members: Iterable[str], groups: Iterable[Group]
+    label: str, values: Iterable[str], members: Iterable[str], groups: Iterable[ParameterGroup]
 ) -> dict[str, float]:
     """Take those of some hyperparameters that groups have for some parameters, or refuse groups that differ."""
     remedy = "give each group of parameters a part of fs.partition that keeps tensors, or all groups one"
@@ -324,7 +328,7 @@ def _take_numbers(
     return numbers
 
 
-def _list_groups(exchange: ModuleExchange, opt_state: Any, names: Iterable[str]) -> list[Group]:
+def _list_groups(exchange: ModuleExchange, opt_state: Any, names: Iterable[str]) -> list[ParameterGroup]:
     """List the parameters and the numbers of each state that `from_torch` made, of the parameters of some names.
 
     A class that keeps no tensors does not say whose state this is, so it counts for all trained parameters that
@@ -335,7 +339,7 @@ def _list_groups(exchange: ModuleExchange, opt_state: Any, names: Iterable[str])
     others = set(names).difference(*owner_sets)
     # All are frozen in a module that only gives names.
     others = others - exchange.frozen or others
-    return [Group(owners or others, state.hyper) for state, owners in zip(states, owner_sets, strict=True)]
+    return [ParameterGroup(owners or others, state.hyper) for state, owners in zip(states, owner_sets, strict=True)]
 
 
 def list_states(opt_state: Any) -> list[TorchState]:
