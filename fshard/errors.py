@@ -81,35 +81,33 @@ def describe_error(error: BaseException) -> str:
     return escape_text(text or type(error).__name__)
 
 
-def leaf_error(headline: str, problems: Problems, remedy: str) -> ValueError:
-    """Collect the failing leaves in one error, as JAX's shard_map does.
+def refuse(headline: str, problems: Problems, remedy: str, error: type[Exception] = ValueError) -> None:
+    """Raise one error for all failing leaves, as JAX's shard_map does, if there are some.
 
     Args:
-        headline: The verb that refused and why, in a few words.
+        headline: The verb that refuses and why, in a few words.
         problems: Every failing leaf, in tree order; of many the first ones are printed.
         remedy: What the caller can do about it.
+        error: The class of the error.
 
-    Returns:
-        The error, for the caller to raise.
+    Raises:
+        ValueError: if there are failing leaves; or an error of the class.
 
-    >>> print(leaf_error("gather: wrong shard", [Problem("['w']", "shape (2,)", "shape (3,)")], "shard again"))
-    gather: wrong shard
+    >>> refuse("gather: wrong shard", [Problem("['w']", "shape (2,)", "shape (3,)")], "shard again")
+    Traceback (most recent call last):
+    ValueError: gather: wrong shard
       ['w']: expected shape (3,), got shape (2,)
     To fix: shard again.
     """
+    if not problems:
+        return
     lines = []
     for path, got, expected in problems[:MAX_PROBLEMS]:
         text = f"expected {shorten(expected)}, got {shorten(got)}" if expected else shorten(got)
         lines.append(f"  {shorten(path)}: {text}")
     if len(problems) > MAX_PROBLEMS:
         lines.append(f"  and {len(problems) - MAX_PROBLEMS} more")
-    return ValueError("\n".join([headline, *lines, f"To fix: {remedy.rstrip('.')}."]))
-
-
-def refuse(headline: str, problems: Problems, remedy: str, error: type[Exception] = ValueError) -> None:
-    """Raise the text of `leaf_error` if there are failing leaves."""
-    if problems:
-        raise error(str(leaf_error(headline, problems, remedy)))
+    raise error("\n".join([headline, *lines, f"To fix: {remedy.rstrip('.')}."]))
 
 
 def expect(

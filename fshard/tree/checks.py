@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fshard import _compat
-from fshard.errors import Problem, expect, leaf_error, refuse
+from fshard.errors import Problem, expect, refuse
 from fshard.tree.abstract import is_abstract
 from fshard.tree.flat import Flat, Misfit, Tree, Treedef, flatten, leaves_of
 from fshard.tree.masks import Mask, matches
@@ -579,7 +579,7 @@ def same_structure(
     # Else nodes of other types, or of one type with other data of their own.
     if not problems:
         problems = [Problem("(structure)", got=str(flat.treedef), expected=str(expected_tree.treedef))]
-    raise leaf_error(f"{api_name}: trees differ in structure", problems, remedy)
+    refuse(f"{api_name}: trees differ in structure", problems, remedy)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE
 
 from fshard import _compat
-from fshard.errors import Problem, leaf_error
+from fshard.errors import Problem, refuse
 from fshard.tree.specs import Spec
 
 
@@ -116,7 +116,7 @@ class Sharded:
                 )
             raise AttributeError(f"'Sharded' object has no attribute {name!r}")
 
-    def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
+    def __create_write_items__(self, fqn: str, _: object) -> None:
         """Called by torch.distributed.checkpoint, which would pickle this and keep what one rank has.
 
         Raises:
@@ -124,7 +124,7 @@ class Sharded:
         """
         remedy = "pass fs.to_dtensor(params, mesh), or use fs.checkpoint.save or fs.checkpoint.save_dcp"
         headline = "torch.distributed.checkpoint.save: shards of all ranks but one would be lost"
-        raise leaf_error(headline, [Problem(fqn, repr(self), "tensors or DTensors")], remedy)
+        refuse(headline, [Problem(fqn, repr(self), "tensors or DTensors")], remedy)
 
 
 # Write the slots directly, which bypasses the frozen dataclass and is fastest.
