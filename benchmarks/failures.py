@@ -192,7 +192,7 @@ def counted(ranks: int) -> dict[str, int]:
     issued = PendingCollective(None, rank, group, entry, since=time.monotonic(), awaits=(-1, everyone))
     rank.awaited = issued
     for other in everyone[1:]:
-        waits = Position(("shard", entry, (-1, everyone)), {"shard": [entry]})
+        waits = Position({"shard": [entry]}, "shard", entry, -1, everyone)
         super(Counted, rank).board.set(f"at/{other}", json.dumps(waits))
     poll_peers(rank, issued)
     looked = sum(rank.counts.values())

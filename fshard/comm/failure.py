@@ -85,25 +85,30 @@ class Position(NamedTuple):
     """Where a rank is, as it tells others.
 
     Attributes:
-        waits: The group that it waits in, the parts of the entry that it waits for, and the `awaits` of its
-            `PendingCollective`; None if it does not wait.
         groups: By the name of each of its groups the entries that it has started last.
+        group: The name of the group that it waits in; "" if it does not wait.
+        entry: The parts of the entry that it waits for.
+        step: The first part of the `awaits` of its `PendingCollective`.
+        ranks: The other part: those that it waits for, as far as they are not further than `entry` and `step`.
     """
 
-    waits: tuple[str, Any, tuple[float, Sequence[int]]] | None
     groups: Mapping[str, Sequence[Any]]
+    group: str = ""
+    entry: Any = ChainEntry()
+    step: float = -1
+    ranks: Sequence[int] = ()
 
     @classmethod
     def of(cls, state: RankState) -> "Position":
         """Where this rank is."""
+        groups = {group.name: list(group.chain) for group in list(state.groups.values())}
         issued = state.awaited
-        waits = (issued.group.name, issued.entry, issued.awaits) if issued else None
-        return cls(waits, {group.name: list(group.chain) for group in list(state.groups.values())})
+        return cls(groups, issued.group.name, issued.entry, *issued.awaits) if issued else cls(groups)
 
 
 Positions = Mapping[int, Position]
 # Where a rank is that has not told.
-NOWHERE = Position(None, {})
+NOWHERE = Position({})
 
 
 def find_difference(positions: Positions) -> str | None:
@@ -175,27 +180,23 @@ def _add_waits(first: str, positions: Positions, ranks: Iterable[int]) -> str:
     """Write behind a line one for each of some ranks that has told where it waits."""
     lines = [first]
     for rank in sorted(positions.keys() & ranks):
-        if waits := positions[rank].waits:
-            lines.append(f"  rank {rank} waits in {ChainEntry(*waits[1])}")
+        position = positions[rank]
+        if position.group:
+            lines.append(f"  rank {rank} waits in {ChainEntry(*position.entry)}")
     return "\n".join(lines)
 
 
 def _awaited_by(rank: int, positions: Positions) -> set[int]:
     """The ranks that one waits for: those of a group that have started fewer collectives, or have not told."""
-    waits = positions.get(rank, NOWHERE).waits
-    if waits is None:
-        return set()
-    name, (number, *_), (step, ranks) = waits
-    return {other for other in ranks if _place_in(name, positions.get(other, NOWHERE)) < (number, step)}
+    waiting = positions.get(rank, NOWHERE)
+    place = waiting.entry[0], waiting.step
+    return {other for other in waiting.ranks if _place_in(waiting.group, positions.get(other, NOWHERE)) < place}
 
 
 def _place_in(name: str, position: Position) -> tuple[int, float]:
     """Compute the collective and the round that a rank is in; one that does not wait there has ended its rounds."""
     number, *_ = position.groups.get(name, [[0]])[-1]
-    if position.waits is None or position.waits[0] != name:
-        return number, math.inf
-    _, _, (step, _) = position.waits
-    return number, step
+    return number, position.step if position.group == name else math.inf
 
 
 def ask_store(ask: Callable[[], Any], seconds: float = 0.0) -> Any:

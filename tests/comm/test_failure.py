@@ -179,9 +179,9 @@ def test_a_rank_says_that_its_long_wait_is_over():
             issued.since = time.monotonic() - (1.0 if entry.number == 1 else 0.0)
         state.awaited = issued if collective else None
         watcher._look_at(state)
-        waits = failure.Position(*json.loads(state.board.get("at/0"))).waits
-        places.append(waits and ChainEntry(*waits[1]).number)
-    assert places == [1, 2, None]
+        position = failure.Position(*json.loads(state.board.get("at/0")))
+        places.append((position.group, ChainEntry(*position.entry).number))
+    assert places == [("shard", 1), ("shard", 2), ("", 0)]
 
 
 def position(waits=None, **numbers):
@@ -189,7 +189,7 @@ def position(waits=None, **numbers):
     trails = {
         name: [ChainEntry(n, n, f"psum {n} in {name}") for n in range(number + 1)] for name, number in numbers.items()
     }
-    return failure.Position(waits and (waits, trails[waits][-1], (-1, [0, 1, 2])), trails)
+    return failure.Position(trails, waits, trails[waits][-1], -1, [0, 1, 2]) if waits else failure.Position(trails)
 
 
 # For each rank the group that it waits in and how many collectives it has started in both; and those in a circle.
@@ -301,7 +301,8 @@ def test_a_rank_waits_for_those_of_its_round_of_an_exchange_that_are_not_there_y
 
     def position(started, awaits):
         entries = [(started, 0, "")]
-        return failure.Position(awaits and ("a group", entries[-1], awaits), {"a group": entries})
+        groups = {"a group": entries}
+        return failure.Position(groups, "a group", entries[-1], *awaits) if awaits else failure.Position(groups)
 
     positions = {0: position(5, (1, [2])), 1: position(5, (1, [3])), 2: position(5, (0, [3])), 3: position(4, None)}
     assert [failure._awaited_by(rank, positions) for rank in ranks] == [{2}, {3}, {3}, set()]
