@@ -104,15 +104,8 @@ def check_same_facts(api_name: str, facts: Mapping[Axis, str], failure_text: str
     if not facts:
         return
     rank_state().has_begun = True
-    pair = _find_differing_facts(facts, Label(Verb.START, (api_name,)), failure_text)
-    if not pair:
-        return
-    if not pair[0].is_ready:
-        text = f"{pair[0].text}\nTo fix: correct the error above. {api_name} has not sent any data."
-        if not failure_text:
-            report_at_once(text)
-        raise CollectiveError(text)
-    refuse(f"{api_name}: ranks make different calls", _find_first_difference(*pair), SAME_CALLS)
+    differences = _compare_facts(facts, Label(Verb.START, (api_name,)), failure_text)
+    refuse(f"{api_name}: ranks make different calls", differences, SAME_CALLS)
 
 
 def _choose_axes(axes: Iterable[Axis]) -> Sequence[Axis]:
@@ -146,11 +139,7 @@ def find_disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: C
     Raises:
         CollectiveError: if a rank failed in another call.
     """
-    facts = dict.fromkeys(axes, json.dumps(dict(entries)))
-    pair = _find_differing_facts(facts, make_label(label))
-    if pair and not pair[0].is_ready:
-        raise CollectiveError(pair[0].text)
-    return _find_first_difference(*pair) if pair else []
+    return _compare_facts(dict.fromkeys(axes, json.dumps(dict(entries))), make_label(label))
 
 
 class _FactsOfRank(NamedTuple):
@@ -169,8 +158,8 @@ class _FactsOfRank(NamedTuple):
     text: str
 
 
-def _find_differing_facts(facts: Mapping[Axis, str], label: Label, failure_text: str = "") -> list[_FactsOfRank]:
-    """Compare facts over their axes: find those of a rank and of the first that differs, the same on every rank.
+def _compare_facts(facts: Mapping[Axis, str], label: Label, failure_text: str = "") -> list[Problem]:
+    """Compare facts over their axes: find the first entry that differs, the same on every rank.
 
     Ranks exchange digests over one axis after another, in the order of their names. Ranks that have the same place on
     all earlier axes know of the same first axis that differs. If the facts of a rank are the same for all its axes,
@@ -178,7 +167,10 @@ def _find_differing_facts(facts: Mapping[Axis, str], label: Label, failure_text:
     compared after it.
 
     Returns:
-        Two, the first of a rank that has failed if there is one; none if all ranks agree.
+        The entry; none if all ranks agree.
+
+    Raises:
+        CollectiveError: if a rank failed.
     """
     axes = _axes_to_ask(facts)
     difference = bytes(DIGEST_BYTES) if failure_text else b""
@@ -204,7 +196,15 @@ def _find_differing_facts(facts: Mapping[Axis, str], label: Label, failure_text:
     if first_axis == 0 or len(set(facts.values())) == 1:
         # All ranks know now why the running call ends, so that nobody needs to report it.
         rank_state().call = None
-    return [_FactsOfRank(*each) for each in pair]
+    first, *others = [_FactsOfRank(*each) for each in pair]
+    if first.is_ready:
+        return _find_first_difference(first, *others)
+    text = first.text
+    if label.verb == Verb.START:
+        text += f"\nTo fix: correct the error above. {label.unit} has not sent any data."
+    if not failure_text:
+        report_at_once(text)
+    raise CollectiveError(text)
 
 
 def _keep_first_two(facts: list[list[Any]], other: list[list[Any]]) -> list[list[Any]]:
@@ -396,14 +396,11 @@ def _must_report(state: RankState) -> bool:
 
 def axes_in(arguments: Any) -> Sequence[Axis]:
     """List the axes over which a function of Axis values and Sharded leaves communicates."""
-    axes: dict[Axis, None] = {}
-    for leaf in flatten(arguments).leaves:
-        if isinstance(leaf, Axis):
-            axes[leaf] = None
-        elif is_sharded(leaf):
-            source = leaf.spec.transform or leaf.spec
-            axes |= dict.fromkeys(source.axes)
-    return tuple(axes)
+    flat = flatten(arguments)
+    axes = [leaf for leaf in flat.leaves if isinstance(leaf, Axis)]
+    for spec in flat.specs:
+        axes += (spec.transform or spec).axes
+    return tuple(dict.fromkeys(axes))
 
 
 def call(f: Callable[P, R], api_name: str = "", begins: bool = True) -> Callable[P, R]:
