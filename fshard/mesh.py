@@ -95,7 +95,7 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
         if dist.is_initialized():
             # Others may have asked for what they can have, and wait.
             with _meet(limit) as meeting:
-                _agree(_make_request(str(error), "cpu", [], limit, meeting), meeting)
+                _agree(_Request(str(error)), meeting)
         raise
     if device != "cpu" and not (dist.is_initialized() and torch.get_device_module(device).is_initialized()):
         torch.accelerator.set_device_index(_read_number("LOCAL_RANK", 0) % torch.accelerator.device_count())
@@ -308,21 +308,18 @@ def _meet(limit: timedelta) -> Iterator[Meeting]:
         with Meeting(state.store, state.rank, range(dist.get_world_size()), f"{number}", seconds) as meeting:
             yield meeting
         return
-    client, rank, size = _compat.StoreClient(dist.HashStore), 0, 1  # type: ignore[attr-defined]
+    store, rank, size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
     if os.environ.keys() & {"RANK", "WORLD_SIZE"}:
-        client, rank, size = _store_of_launcher(limit)
-    launcher_store = client.store
-    # torch keeps the client.
-    store = launcher_store if size == 1 else _compat.clone_of(launcher_store)
+        store, rank, size = _store_of_launcher(limit)
     try:
-        with Meeting(store, rank, range(size), "start", seconds, client=client) as meeting:
+        with Meeting(store, rank, range(size), "start", seconds) as meeting:
             yield meeting
     except BaseException:
         _compat.stop_torch()
         # Ranks meet here again, in the store of the next start. torch serves one port of a process by one server, as
         # long as some client in that process lives.
-        if _compat.holds_store(launcher_store):
-            _compat.keep_for_good([launcher_store])
+        if _compat.holds_store(store):
+            _compat.keep_for_good([store])
         raise
 
 
@@ -374,12 +371,8 @@ def _agree(request: _Request, meeting: Meeting) -> _Request:
     Returns:
         What holds on every rank: the largest counts, and the groups that all have.
     """
-
-    def look() -> None:
-        if dist.is_initialized():
-            # A rank whose error nobody has heard of may be here while others wait for it in a step.
-            wake_waiting(rank_state(), "called init_mesh", meeting.have_come)
-
+    # A rank whose error nobody has heard of may be here while others wait for it in a step.
+    look = partial(wake_waiting, rank_state(), meeting.have_come)
     end = meeting.agree(json.dumps(request), _merge_requests, look)
     error, *agreed = json.loads(end)
     if error:
@@ -443,7 +436,7 @@ def _start(device: str, limit: timedelta, meeting: Meeting, *, is_shared: bool) 
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
-def _store_of_launcher(limit: timedelta) -> tuple[_compat.StoreClient, int, int]:
+def _store_of_launcher(limit: timedelta) -> tuple[Any, int, int]:
     """Connect with the store that the launcher, or rank 0, holds, this rank's number, and how many ranks there are.
 
     What is written by the client that this returns is of this start alone.
@@ -456,13 +449,10 @@ def _store_of_launcher(limit: timedelta) -> tuple[_compat.StoreClient, int, int]
     meets = dist.rendezvous("env://", world_size=1, timeout=limit)  # type: ignore[attr-defined]
     is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     has_one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-
-    def connect() -> Any:
-        store = next(iter(meets))[0]
-        return store if has_one_node or not is_launchers else _find_store_of_start(store, rank, limit)
-
     try:
-        client = _compat.StoreClient(connect)
+        store = next(iter(meets))[0]
+        if is_launchers and not has_one_node:
+            store = _find_store_of_start(store, rank, limit)
     except dist.DistError as error:
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within {limit.total_seconds():g} s"
         text = f"init_mesh: expected the store of rank 0 or of the launcher at {place}, got: {error!s:.300}"
@@ -470,11 +460,10 @@ def _store_of_launcher(limit: timedelta) -> tuple[_compat.StoreClient, int, int]
     # Where torchrun restarts ranks, its store has the addresses of ranks that were killed, and a rank that reads one
     # before it is written anew cannot connect (pytorch#135712). Several nodes count restarts apart.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_launchers and has_one_node else "0"
-    prefixed = dist.PrefixStore(f"restart {restarts}", client.store)  # type: ignore[attr-defined]
+    prefixed = dist.PrefixStore(f"restart {restarts}", store)  # type: ignore[attr-defined]
     # The same is true of a start that has failed, after which ranks call init_mesh again.
     start = prefixed.add(f"starts of {rank}", 1)
-    client.store = dist.PrefixStore(f"start {start}", prefixed)  # type: ignore[attr-defined]
-    return client, rank, ranks
+    return dist.PrefixStore(f"start {start}", prefixed), rank, ranks  # type: ignore[attr-defined]
 
 
 def _find_store_of_start(launcher_store: Any, rank: int, limit: timedelta) -> Any:

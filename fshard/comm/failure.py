@@ -396,15 +396,14 @@ def _ask_positions(state: RankState, ranks: Sequence[int], limit: int = MAX_RANK
     return dict(positions)
 
 
-def wake_waiting(state: RankState, action: str, has_come: Callable[[int], bool]) -> None:
-    """Wake the ranks that wait for this one in a collective which it has not started, and will not start any more.
+def wake_waiting(state: RankState, has_come: Callable[[int], bool]) -> None:
+    """Wake the ranks that wait in a collective for this one, which has called init_mesh and will not start it any more.
 
     Ranks that are late only, in a collective that this one has started, are left alone.
 
     Args:
-        state: This rank's, which waits for the others elsewhere.
-        action: What this rank does instead.
-        has_come: Tells whether another rank has come to where this one waits.
+        state: This rank's, which waits for the others in init_mesh.
+        has_come: Tells whether another rank has come there.
     """
     if state.failure is not None or not state.others:
         return
@@ -413,7 +412,7 @@ def wake_waiting(state: RankState, action: str, has_come: Callable[[int], bool])
     # A rank that has arrived here and now waits is ahead of this one, which has not yet noticed that all have arrived.
     waiting = [rank for rank in positions if state.rank in _awaited_by(rank, positions) and not has_come(rank)]
     if waiting:
-        first = f"rank {state.rank} {action}, while others wait for it in a collective"
+        first = f"rank {state.rank} called init_mesh, while others wait for it in a collective"
         notify_peers(state, _add_waits(first, positions, waiting))
 
 
