@@ -81,6 +81,17 @@ def describe_error(error: BaseException) -> str:
     return escape_text(text or type(error).__name__)
 
 
+def name_error(error: BaseException) -> str:
+    """Return the class and the text of an error, or its class where it has no text.
+
+    >>> name_error(ValueError("no file")), name_error(KeyboardInterrupt())
+    ('ValueError: no file', 'KeyboardInterrupt')
+    """
+    name = type(error).__name__
+    text = describe_error(error).strip()
+    return name if text in ("", name) else f"{name}: {text}"
+
+
 def refuse(headline: str, problems: Problems, remedy: str, error: type[Exception] = ValueError) -> None:
     """Raise one error for all failing leaves, as JAX's shard_map does, if there are some.
 

@@ -21,7 +21,7 @@ from fshard import _compat
 from fshard.comm.groups import TEXT_LENGTH, ChainEntry, PendingCollective, RankState, is_simulated
 from fshard.comm.interrupts import Interrupts
 from fshard.comm.processes import describe_ended_ranks, name_ranks
-from fshard.errors import describe_error
+from fshard.errors import name_error
 
 # The key of the text that all ranks raise.
 NOTE = "note"
@@ -514,10 +514,7 @@ class FailureWatcher(threading.Thread):
 
 def describe_failure(rank: int, place: object, error: BaseException) -> str:
     """Say that a rank has failed at a place, such as a call, with an error."""
-    name = type(error).__name__
-    message = describe_error(error)
-    description = name if message == name else f"{name}: {message}"
-    return f"rank {rank} failed in {place}: {description}"
+    return f"rank {rank} failed in {place}: {name_error(error)}"
 
 
 def poll_peers(state: RankState, issued: PendingCollective) -> bool:

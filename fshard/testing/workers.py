@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from fshard import comm
-from fshard.errors import INSTALLED, describe_error, is_users_file
+from fshard.errors import INSTALLED, is_users_file, name_error
 from fshard.tree.checks import NUMBER, SECONDS, check_arguments
 
 T = TypeVar("T")
@@ -86,9 +86,7 @@ def describe_failure(error: BaseException) -> str:
     failed: ValueError: bad batch
     ValueError: bad batch
     """
-    name = type(error).__name__
-    text = describe_error(error).strip().partition("\n")[0]
-    summary = name if text in ("", name) else f"{name}: {text}"
+    summary, _, _ = name_error(error).partition("\n")
     return f"failed: {summary}{_describe_place(error)}\n" + "".join(traceback.format_exception(error))
 
 
