@@ -87,24 +87,20 @@ class _Call(NamedTuple):
 
     Attributes:
         collective: The collective.
-        state: What the rank knows of the others, where it is in a collective of fshard's.
+        entry: Its entry in the chain of its group, if it is fshard's.
+        generation: How often its group has been made anew; -1 if it is not fshard's.
         reply: Gets None when the data is in place, else the error that the rank is to raise.
     """
 
     collective: ThreadedCollective
-    state: comm.RankState | None
+    entry: comm.ChainEntry | None
+    generation: int
     reply: queue.SimpleQueue[BaseException | None]
 
     @property
     def key(self) -> tuple[str, int]:
-        """The group, and how often it has been made anew; -1 for collectives that are not fshard's."""
-        return self.collective.group, self.state.generation if self.state else -1
-
-    @property
-    def entry(self) -> comm.ChainEntry | None:
-        """The entry of the collective in the chain of its group, if it is fshard's."""
-        issued = self.state.awaited if self.state else None
-        return issued.entry if issued else None
+        """What a failure breaks: the group, until it is made anew."""
+        return self.collective.group, self.generation
 
     def __str__(self) -> str:
         return f"waits in {self.entry or self.collective.kind}"
@@ -193,7 +189,9 @@ class _Simulation:
     def join(self, collective: ThreadedCollective) -> None:
         """Wait for a collective, on the thread of a rank that called it."""
         state = comm.rank_state()
-        call = _Call(collective, state if state.awaited else None, queue.SimpleQueue())
+        call = _Call(collective, None, -1, queue.SimpleQueue())
+        if state.awaited:
+            call = call._replace(entry=state.awaited.entry, generation=state.generation)
         self.inbox.put(partial(self._call, self.threads.index(threading.current_thread()), call))
         if error := call.reply.get():
             raise error
