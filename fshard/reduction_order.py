@@ -30,11 +30,13 @@ FACT = "reduction_order"
 
 
 class GradientOwner(Protocol):
-    """A leaf of the engine, which owns the gradient of the last microbatch, or the sum over all that have run."""
+    """A leaf of the engine, which owns the gradient of the last microbatch, or the sum over all that have run.
 
-    @property
-    def path(self) -> str:
-        """The leaf's path."""
+    Attributes:
+        path: The leaf's path.
+    """
+
+    path: str
 
     def take_microbatch(self) -> torch.Tensor | None:
         """Hand over the gradient of the last microbatch; None if there is none."""
@@ -159,7 +161,7 @@ class ReductionOrder:
 
     def list_facts(self) -> Mapping[str, str]:
         """List what ranks must agree on, by name."""
-        return {}
+        return {FACT: self.name} if self.name else {}
 
     def choose_communication(self, api_name: str, params: Tree, communicate: str | None) -> str:
         """Choose whether gradients are reduced in each microbatch or once.
@@ -183,9 +185,8 @@ class ReductionOrder:
                 f'{api_name}: communicate="outer_once" needs leaves that are reduced over one axis after another, as '
                 'under fs.hsdp. Take such a strategy, or communicate="each" or "once".'
             )
-        return communicate or self._communicate_by_policy(params)
-
-    def _communicate_by_policy(self, params: Tree) -> str:
+        if communicate or "once" not in self.communicate_values:
+            return communicate or "each"
         policies = [spec.reshard or ReshardPolicy() for spec in flatten(params).specs]
         return "each" if all(policy.reduce_each_microbatch for policy in policies) else "once"
 
@@ -245,12 +246,6 @@ class _TreeOrder(ReductionOrder):
     keeps_bits = True
     # With "once", this rank's full gradients would be added up in turn before they come to the tree.
     communicate_values = (None, "each")
-
-    def list_facts(self) -> Mapping[str, str]:
-        return {FACT: self.name}
-
-    def _communicate_by_policy(self, params: Tree) -> str:
-        return "each"
 
     def check_reduce_over(self, api_name: str, reduce_over: Over) -> None:
         remedy = "shard the parameters on these axes alone"
