@@ -38,8 +38,20 @@ from fshard.comm.meeting import Meeting
 from fshard.comm.recorder import record, watched, watchers
 from fshard.comm.streams import copy_stream, keep_for_current
 
-__all__ = ["Collective", "CollectiveError", "Label", "Record", "Verb"]
-__all__ += ["rank", "record"]
-__all__ += ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
-__all__ += ["start_all_gather", "start_all_reduce"]
-__all__ += ["start_all_to_all", "start_reduce_scatter"]
+__all__ = [
+    "Collective",
+    "CollectiveError",
+    "Label",
+    "Record",
+    "Verb",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "rank",
+    "record",
+    "reduce_scatter",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_all_to_all",
+    "start_reduce_scatter",
+]

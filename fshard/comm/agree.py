@@ -83,7 +83,7 @@ def check_same_call(api_name: str, axes: Sequence[Axis], flat: Flat, **arguments
     """
     if _compat.is_tracing():
         ops.record_facts(_facts_of_tree(api_name, flat, arguments))
-    elif _choose_axes(axes):
+    elif _can_compare(axes):
         check_same_facts(api_name, dict.fromkeys(axes, _facts_of_tree(api_name, flat, arguments)))
 
 
@@ -100,18 +100,17 @@ def check_same_facts(api_name: str, facts: Mapping[Axis, str], failure_text: str
         ValueError: on every rank, if ranks make different calls.
         CollectiveError: if a rank failed.
     """
-    facts = {axis: facts[axis] for axis in _choose_axes(facts)}
-    if not facts:
+    if not _can_compare(facts):
         return
     rank_state().has_begun = True
     differences = _compare_facts(facts, Label(Verb.START, (api_name,)), failure_text)
     refuse(f"{api_name}: ranks make different calls", differences, SAME_CALLS)
 
 
-def _choose_axes(axes: Iterable[Axis]) -> Sequence[Axis]:
-    """List the axes over which a call is compared; none if ranks cannot exchange CPU tensors on one of them."""
-    compared = _axes_to_ask(axes)
-    return compared if all(map(supports_cpu_messages, compared)) else []
+def _can_compare(axes: Iterable[Axis]) -> bool:
+    """Whether a call is compared over some axes; not if ranks cannot exchange CPU tensors on one of them."""
+    asked = _axes_to_ask(axes)
+    return bool(asked) and all(map(supports_cpu_messages, asked))
 
 
 def _facts_of_tree(api_name: str, flat: Flat, arguments: Mapping[str, Any]) -> str:
@@ -172,9 +171,9 @@ def _compare_facts(facts: Mapping[Axis, str], label: Label, failure_text: str = 
     Raises:
         CollectiveError: if a rank failed.
     """
-    axes = _axes_to_ask(facts)
+    asked = _axes_to_ask(facts)
     difference = bytes(DIGEST_BYTES) if failure_text else b""
-    for number, axis in enumerate(axes):
+    for number, axis in enumerate(asked):
         # Ranks of the next axis must learn of the difference too, or they would not ask for texts with the others.
         known = difference or _digest(facts[axis])
         merge = functools.partial(_merge_digests, number)
@@ -185,7 +184,7 @@ def _compare_facts(facts: Mapping[Axis, str], label: Label, failure_text: str = 
         return []
     first_axis = difference[0]
     # Ranks elsewhere on earlier axes may not know of the difference, and have gone on.
-    axes = axes[first_axis:]
+    axes = asked[first_axis:]
     axis = axes[0]
     place = ", ".join(f"{axis.name}={rank(axis)}" for axis in axes)
     local: list[Any] = [not failure_text, rank(axis), place, failure_text or facts[axis]]
@@ -193,7 +192,7 @@ def _compare_facts(facts: Mapping[Axis, str], label: Label, failure_text: str = 
     # The ranks of one row may differ, and those of another agree.
     longest: list[Any] = [-len(pair), pair]
     _, pair = merge_objects(longest, min, axes[1:], label, "texts")
-    if first_axis == 0 or len(set(facts.values())) == 1:
+    if first_axis == 0 or len({facts[axis] for axis in asked}) == 1:
         # All ranks know now why the running call ends, so that nobody needs to report it.
         rank_state().call = None
     first, *others = [_FactsOfRank(*each) for each in pair]
