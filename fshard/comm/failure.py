@@ -229,11 +229,16 @@ def leave_note(board: Any, text: str) -> str:
     return ask_store(lambda: board.compare_set(NOTE, "", text).decode()) or text
 
 
-def linger(store: Any, board: Any, rank: int, others: Sequence[int]) -> None:
-    """Tell that this rank has read a note. If its process holds the store, wait until others have read it too."""
-    ask_store(lambda: board.set(f"read/{rank}", ""))
-    if _compat.holds_store(store):
-        keys = [f"read/{other}" for other in others]
+def linger(member: Any) -> None:
+    """Tell that this rank has read a note. If its process holds the store, wait until others have read it too.
+
+    Args:
+        member: The RankState or the Meeting of this rank.
+    """
+    board = member.board
+    ask_store(lambda: board.set(f"read/{member.rank}", ""))
+    if _compat.holds_store(member.store):
+        keys = [f"read/{other}" for other in member.others]
         ask_store(lambda: board.check(keys), LINGER_TIME)
 
 
@@ -244,7 +249,7 @@ def notify_peers(state: RankState, text: str) -> CollectiveError:
         The error of the groups, for a caller that has no other one.
     """
     state.failure = cut_connections(state, text)
-    linger(state.store, state.board, state.rank, state.others)
+    linger(state)
     return make_error(state)
 
 

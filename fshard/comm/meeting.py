@@ -144,7 +144,7 @@ class Meeting:
         if is_of_wait:
             report_at_once(self._reason)
         if self._reason or error:
-            linger(self.store, self.board, self.rank, self.others)
+            linger(self)
         if self.listener:
             # Others take this rank for one that has ended from now on, unless they read its note.
             self.listener.close()

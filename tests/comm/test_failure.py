@@ -321,5 +321,5 @@ def test_the_rank_that_holds_the_store_asks_until_all_others_have_read(monkeypat
 
     monkeypatch.setattr(failure._compat, "holds_store", bool)
     board = SimpleNamespace(set=lambda *_: None, check=check)
-    failure.linger("a store", board, 0, [1, 2])
+    failure.linger(SimpleNamespace(store="a store", board=board, rank=0, others=[1, 2]))
     assert asked == [["read/1", "read/2"]] * len(answers)
