@@ -40,11 +40,9 @@ def shorten(text: str) -> str:
     >>> shorten("a" * 2000) == "a" * 500 + " ... " + "a" * 495
     True
     """
-    return (
-        text
-        if len(text) <= MAX_CHARACTERS
-        else f"{text[: MAX_CHARACTERS // 2]} ... {text[len(text) - MAX_CHARACTERS // 2 + 5 :]}"
-    )
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    return f"{text[: MAX_CHARACTERS // 2]} ... {text[5 - MAX_CHARACTERS // 2 :]}"
 
 
 def is_users_file(filename: str) -> bool:

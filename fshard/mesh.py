@@ -428,8 +428,8 @@ def _start(device: str, limit: timedelta, meeting: Meeting, *, is_shared: bool) 
     def begin(store: Any) -> None:
         dist.init_process_group(backend, store=store, rank=meeting.rank, world_size=size, timeout=limit)
 
-    # Made while the store is there, as a client waits for one that is gone. torch keeps the one before.
-    next_client = _compat.StoreClient(lambda: _compat.clone_of(meeting.store))
+    # Made while the store is there, as in `Meeting.agree`. torch keeps the one before.
+    next_client = _compat.StoreClient(meeting.store)
     meeting.run(begin)
     meeting.client = next_client
     rank_state(meeting.store)

@@ -355,18 +355,18 @@ def _ports_of_socket(fd: int) -> tuple[int | None, int | None]:
 
 
 class StoreClient:
-    """A client of a store, whose connection another thread may end while a constructor of torch waits on it.
+    """Another client of a store, whose connection another thread may end while a constructor of torch waits on it.
 
     Such a wait looks at nothing else, and cannot be given up: the wait of a thread that is left alone would abort the
     process at its exit. Where its connection ends, it raises an error at once. Checked on 2.13.
 
     Args:
-        connect: Makes the client.
+        store: The store.
     """
 
-    def __init__(self, connect: Callable[[], Any]) -> None:
+    def __init__(self, store: Any) -> None:
         with collecting_sockets() as opened:
-            self.store = connect()
+            self.store = clone_of(store)
         server = server_of(self.store)
         # Those of the connection; none where the store is no server's, or the system does not show sockets.
         self.sockets = {fd: inode for fd, inode in opened.items() if server and _ports_of_socket(fd)[1] == server[1]}

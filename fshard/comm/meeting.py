@@ -82,7 +82,7 @@ class Meeting:
         timeout: Seconds that a rank waits for another.
         place: What ranks call, for errors.
         remedy: What to do about ranks that have not called it.
-        client: The client of the store that constructors wait on; by default one that is made for the first of them.
+        client: The client of the store that constructors wait on, which is made when ranks agree.
         state: This rank's, once ranks begin to make groups, which are of no use if one of them fails.
         fails_everywhere: Whether all ranks raise the error that leaves the meeting.
         peers: The ranks that this one connects with, which is set before ranks agree.
@@ -99,7 +99,7 @@ class Meeting:
     timeout: float
     place: str = "init_mesh"
     remedy: str = CALL_INIT_MESH
-    client: _compat.StoreClient | None = None
+    client: Any = None
     state: RankState | None = None
     fails_everywhere: bool = False
     peers: Sequence[int] = ()
@@ -190,6 +190,8 @@ class Meeting:
         """
         if not self.others:
             return merge([text])
+        # Made while the store is there, as a client waits for one that is gone.
+        self.client = _compat.StoreClient(self.store)
         if self.peers and not is_simulated():
             self.listener = Listener(self.store)
 
@@ -336,8 +338,6 @@ class Meeting:
         """
         if not self.others:
             return make(self.store)
-        if self.client is None:
-            self.client = _compat.StoreClient(lambda: _compat.clone_of(self.store))
         if not self._watcher and self.client.sockets:
             self._watcher = threading.Thread(target=self._watch_others, name="fshard init_mesh", daemon=True)
             self._watcher.start()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import fshard as fs
+from fshard import _compat
 from fshard._compat.collectives import StoreClient, _ports_of_socket
 from fshard.comm import CollectiveError, Meeting
 from fshard.comm.failure import NOTE
@@ -154,7 +155,19 @@ def first(monkeypatch):
     monkeypatch.setattr("fshard.comm.meeting.LOOK_INTERVAL", 0.01)
     monkeypatch.setattr("fshard.comm.failure.LINGER_TIME", 0.01)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
-    return Meeting(store, 0, range(2), "1", 20.0, client=StoreClient(store.clone))
+    return Meeting(store, 0, range(2), "1", 20.0, client=StoreClient(store))
+
+
+def test_a_constructor_needs_no_new_client_of_a_store_that_may_have_gone(monkeypatch):
+    """A rank that holds the store may die as soon as all have come, and a new client would wait for it."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
+    meeting = Meeting(store, 0, range(2), "1", 20.0)
+    meeting.board.set(END, "the same")
+    assert meeting.agree("the same", "".join, bool) == "the same"
+    monkeypatch.delattr(_compat, "StoreClient")
+    assert meeting.run(lambda client: client.check([f"{meeting.prefix}/{END}"]))
+    meeting._over.set()
+    meeting._watcher.join(20)
 
 
 def let_the_other_fail(meeting):
