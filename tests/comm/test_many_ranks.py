@@ -26,6 +26,7 @@ MANY = 4096
 def agree_alone(meeting, *_):
     """Come to a meeting of thousands, as each of them would."""
     meeting.board.set(ENTRY.format(MANY - 1), "")
+    meeting.client = _compat.StoreClient(meeting.store)
 
 
 def test_keys_of_a_group_of_thousands_of_ranks_fit_in_the_store(monkeypatch):
@@ -201,6 +202,7 @@ def test_a_rank_answers_one_that_looks_for_late_ones_only_while_it_waits(store, 
     monkeypatch.setattr(Meeting, "find_reason", lambda _: looks.release() or "")
     answer = ANSWER.format(7)
     with meet(store, 7) as meeting:
+        meeting.client = _compat.StoreClient(store)
         meeting.board.add(ASKERS, 1)
         meeting.run(lambda client: dist.PrefixStore(meeting.prefix, client).wait([answer], timedelta(seconds=20)))
         # The thread may be about to answer once more.
