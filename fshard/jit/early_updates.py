@@ -2,14 +2,27 @@
 
 import operator
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
 
 from fshard import _compat, comm
 from fshard.jit.nodes import find_collective, find_storages, find_write_targets, is_impure, is_random
+
+
+class _Part(NamedTuple):
+    """An entry of an operator on lists.
+
+    Attributes:
+        add: Adds that operator to the graph, for the entries of some numbers.
+        number: The number of this entry.
+    """
+
+    add: Callable[[Sequence[int]], Node]
+    number: int
 
 
 def schedule_early_updates(graph: Graph) -> None:
@@ -33,7 +46,7 @@ def schedule_early_updates(graph: Graph) -> None:
     Args:
         graph: The graph with its writes to donated inputs, which is changed.
     """
-    operator_of_part = _split_list_operators(graph)
+    part_of_node = _split_list_operators(graph)
     nodes = list(graph.nodes)
     last_collective_before = _find_last_collectives(nodes)
     if not last_collective_before:
@@ -42,15 +55,19 @@ def schedule_early_updates(graph: Graph) -> None:
     order = sorted(range(len(nodes)), key=lambda n: (slots[n], n))
     for n, following in pairwise(order):
         nodes[n].append(nodes[following])
-    parts = defaultdict[Any, list[Node]](list)
+    groups = defaultdict[Any, list[Node]](list)
     for n in order:
-        if nodes[n] in operator_of_part:
-            whole = operator_of_part[nodes[n]]
+        if nodes[n] in part_of_node:
             # Parts that stay are joined again.
             slot = None if slots[n] == n else slots[n]
-            parts[whole, slot].append(nodes[n])
-    for parts_of_slot in parts.values():
-        _join_parts(graph, parts_of_slot)
+            groups[part_of_node[nodes[n]].add, slot].append(nodes[n])
+    for (add, _), parts in groups.items():
+        with graph.inserting_before(parts[0]):
+            whole = add([part_of_node[part].number for part in parts])
+        for i, part in enumerate(parts):
+            for user in list(part.users):
+                user.args = (whole, i)
+            graph.erase_node(part)
 
 
 def _find_last_collectives(nodes: Sequence[Node]) -> dict[Node, int]:
@@ -83,18 +100,22 @@ def _may_move(node: Node) -> bool:
     return not is_impure(node) or bool(find_write_targets(node))
 
 
-def _split_list_operators(graph: Graph) -> dict[Node, Node]:
-    """Split the operators on lists that may move into one operator for each entry.
-
-    Returns:
-        For each part the operator that it was split from.
-    """
-    operator_of_part: dict[Node, Node] = {}
+def _split_list_operators(graph: Graph) -> dict[Node, _Part]:
+    """Split the operators on lists that may move into one operator for each entry, and list these operators."""
+    part_of_node: dict[Node, _Part] = {}
     for node in _find_last_collectives(list(graph.nodes)):
         number_of_entries = _count_entries(node)
-        if number_of_entries:
-            operator_of_part |= dict.fromkeys(_split_operator(graph, node, number_of_entries), node)
-    return operator_of_part
+        if not number_of_entries:
+            continue
+        add = partial(_add_entries, graph, node.target, node.args, node.kwargs, node.meta)
+        with graph.inserting_before(node):
+            parts = [add([number]) for number in range(number_of_entries)]
+        for user in list(node.users):
+            number: Any = user.args[1]
+            user.args = (parts[number], 0)
+        graph.erase_node(node)
+        part_of_node |= {part: _Part(add, number) for number, part in enumerate(parts)}
+    return part_of_node
 
 
 def _count_entries(node: Node) -> int:
@@ -108,54 +129,26 @@ def _count_entries(node: Node) -> int:
     return lengths.pop()
 
 
-def _split_operator(graph: Graph, node: Node, number_of_entries: int) -> list[Node]:
-    """Put one operator for each entry in the place of an operator on lists."""
-    target: Any = node.target
-    parts = []
-    for i in range(number_of_entries):
-        args = tuple(_take_entry(value, i) for value in node.args)
-        kwargs = {name: _take_entry(value, i) for name, value in node.kwargs.items()}
-        with graph.inserting_before(node):
-            part = graph.call_function(target, args, kwargs)
-        part.meta = {**node.meta, "val": _take_entry(node.meta.get("val"), i)}
-        parts.append(part)
-    for user in list(node.users):
-        number: Any = user.args[1]
-        user.args = (parts[number], 0)
-    graph.erase_node(node)
-    return parts
+def _add_entries(
+    graph: Graph,
+    target: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    meta: Mapping[str, Any],
+    numbers: Sequence[int],
+) -> Node:
+    """Add an operator on lists to a graph, for some entries of the lists."""
 
+    def take(value: Any) -> Any:
+        return [value[number] for number in numbers] if _is_filled_list(value) else value
 
-def _join_parts(graph: Graph, parts: Sequence[Node]) -> None:
-    """Make one operator of parts that were split from the same one and run at the same time."""
-    first = parts[0]
-    target: Any = first.target
-    args = tuple(_join_entries(values) for values in zip(*(part.args for part in parts), strict=True))
-    kwargs = {name: _join_entries([part.kwargs[name] for part in parts]) for name in first.kwargs}
-    with graph.inserting_before(first):
-        whole = graph.call_function(target, args, kwargs)
-    whole.meta = {**first.meta, "val": _join_entries([part.meta["val"] for part in parts])}
-    for i, part in enumerate(parts):
-        for user in list(part.users):
-            user.args = (whole, i)
-        graph.erase_node(part)
+    part = graph.call_function(target, tuple(map(take, args)), {name: take(value) for name, value in kwargs.items()})
+    part.meta = {**meta, "val": take(meta.get("val"))}
+    return part
 
 
 def _is_filled_list(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value)
-
-
-def _take_entry(value: Any, i: int) -> Any:
-    return [value[i]] if _is_filled_list(value) else value
-
-
-def _join_entries(values: Sequence[Any]) -> Any:
-    if not _is_filled_list(values[0]):
-        return values[0]
-    entries: list[Any] = []
-    for value in values:
-        entries += value
-    return entries
 
 
 def _find_dependencies(nodes: Sequence[Node]) -> list[set[int]]:
