@@ -1,7 +1,6 @@
 """Private APIs of autograd, torch.func and tensors, each with the versions it was checked on."""
 
 import inspect
-import itertools
 import operator
 import os
 import sys
@@ -256,14 +255,13 @@ def share_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """
     with outside_transforms():
         unshared = torch.empty(0)
-    has_memory: list[bool] = []
-    # All at once, so that a tensor which is there twice counts as shared.
-    try:
-        storages = list(map(torch.Tensor.untyped_storage, (unshared, *tensors)))
-    except NotImplementedError:
-        # A transform of torch.func holds some of them, and may have ended.
-        has_memory = [not is_transformed(tensor) for tensor in tensors]
-        storages = list(map(torch.Tensor.untyped_storage, (unshared, *itertools.compress(tensors, has_memory))))
+        # All at once, so that a tensor which is there twice counts as shared.
+        try:
+            storages = list(map(torch.Tensor.untyped_storage, (unshared, *tensors)))
+        except NotImplementedError:
+            # A transform of torch.func holds some of them, and may have ended.
+            tensors = [torch.empty(0) if is_transformed(tensor) else tensor for tensor in tensors]
+            storages = list(map(torch.Tensor.untyped_storage, (unshared, *tensors)))
     count_uses = torch._C._storage_Use_Count
     count_references = sys.getrefcount
     storage = storages[0]
@@ -278,10 +276,7 @@ def share_memory(tensors: Sequence[torch.Tensor]) -> list[bool]:
         for storage in storages
     ]
     del is_shared[0]
-    if not has_memory:
-        return is_shared
-    rest = iter(is_shared)
-    return [has and next(rest) for has in has_memory]
+    return is_shared
 
 
 def copied_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
