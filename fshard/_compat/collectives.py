@@ -229,26 +229,25 @@ def interfaces_of_gloo() -> list[str]:
 
 def serves_accelerator(name: str) -> bool:
     """Tell whether the process group of a name has a backend that sends the tensors of an accelerator itself."""
+    return bool(_served_accelerators(name))
+
+
+def _served_accelerators(name: str) -> list[str]:
+    """List the types of the devices that backends serve which do not serve the processor."""
     backends = group_devices(name)
-    return len({*backends.values(), backends.get("cpu", "")}) > 1
+    return [device for device, backend in backends.items() if backend != backends.get("cpu")]
 
 
-def abort_backends(name: str) -> bool:
+def abort_backends(name: str) -> None:
     """End for good what backends of accelerators do in the process group of a name, where they can be aborted.
 
     Checked on 2.13.
-
-    Returns:
-        Whether there are backends that serve accelerators and not the processor.
     """
-    backends = group_devices(name)
     group = resolve_process_group(name)
-    devices = [device for device, backend in backends.items() if backend != backends.get("cpu")]
-    for device in devices:
+    for device in _served_accelerators(name):
         # What another rank has ended already cannot be ended cleanly.
         with suppress(RuntimeError):
             group._get_backend(torch.device(device)).abort()
-    return bool(devices)
 
 
 def replace_group(name: str, generation: int, store: Any) -> None:
@@ -261,8 +260,9 @@ def replace_group(name: str, generation: int, store: Any) -> None:
         generation: How often groups have been made anew.
         store: Where its ranks find each other; no others know its prefix.
     """
-    if not abort_backends(name):
+    if not serves_accelerator(name):
         return
+    abort_backends(name)
     old = resolve_process_group(name)
     ranks = torch.distributed.get_process_group_ranks(old)
     seconds = timeout_of(name)
