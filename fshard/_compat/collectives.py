@@ -28,10 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 Tensors = list[torch.Tensor]
 
-# Seconds after which a wait for the store looks whether a signal has come, such as Ctrl-C.
-STORE_SLICE = 0.5
-
-# Seconds that a rank waits for others in the store before it looks what they do: the first time, and at most.
+# Seconds that a rank waits for others in the store before it looks what they do, and whether a signal has come, such as
+# Ctrl-C: the first time, and at most.
 FIRST_LOOK, LAST_LOOK = 0.5, 1.0
 
 # The tag of messages that nobody sends; see `find_lost_peers`.
@@ -523,10 +521,10 @@ def wait_in_store(store: Any, keys: Sequence[str], seconds: float, meanwhile: Ca
     """
     start = time.monotonic()
     deadline = start + seconds
-    next_look = start + FIRST_LOOK
     while True:
         begin = time.monotonic()
-        slice_of_wait = max(min(deadline - begin, STORE_SLICE), 0.001)
+        until_look = max(FIRST_LOOK, min(begin - start, LAST_LOOK))
+        slice_of_wait = max(min(deadline - begin, until_look), 0.001)
         try:
             store.wait(keys, timedelta(seconds=slice_of_wait))
             return
@@ -535,10 +533,7 @@ def wait_in_store(store: Any, keys: Sequence[str], seconds: float, meanwhile: Ca
             # A store that is gone does not let this wait.
             if now - begin < slice_of_wait / 2 or now >= deadline:
                 raise
-        if now >= next_look:
-            meanwhile()
-            now = time.monotonic()
-            next_look = now + min(now - start, LAST_LOOK)
+        meanwhile()
 
 
 def device_identity(device: str) -> str:
