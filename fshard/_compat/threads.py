@@ -34,8 +34,7 @@ class ThreadedCollective(NamedTuple):
     run: Callable[[list[Any]], None]
 
 
-@contextmanager
-def hide_trace_from_pytest() -> Iterator[None]:
+def hide_trace_from_pytest() -> AbstractContextManager[object]:
     """Keep torch's structured trace out of the reports of pytest inside a block. Checked on 2.13 with pytest 9.2.
 
     The logger of the trace is always at level DEBUG, and switched on by any handler. pytest 9 adds its own to all
@@ -43,14 +42,8 @@ def hide_trace_from_pytest() -> Iterator[None]:
     Handlers of others stay.
     """
     logger = logging.getLogger("torch.__trace")
-    hidden = [handler for handler in logger.handlers if type(handler).__module__.startswith("_pytest.")]
-    for handler in hidden:
-        logger.removeHandler(handler)
-    try:
-        yield
-    finally:
-        for handler in hidden:
-            logger.addHandler(handler)
+    others = [handler for handler in logger.handlers if not type(handler).__module__.startswith("_pytest.")]
+    return patch.object(logger, "handlers", others)
 
 
 def thread_object(key: str) -> Any:
