@@ -5,7 +5,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -204,20 +203,23 @@ def replace_abstract(flat: Flat) -> Flat:
     return flat._replace(leaves=[fakes.get(id(leaf), leaf) for leaf in flat.leaves])
 
 
-def _refuse_call(name: str, eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # A library may draw what it does not use, such as a probability to drop a layer in evaluation. The first frame
-    # above is that of the function in the place of the module's.
-    if not name.startswith("torch") and sys._getframe(2).f_code.co_filename.startswith(INSTALLED):
-        return eager(*args, **kwargs)
-    raise ValueError(
-        f"jit: later calls would not run {name}. Call it outside of the function. For random numbers, give "
-        "model.apply(..., key=...) a key."
-    )
+def _replace_in_traces(name: str, eager: Callable[..., Any], f: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Let a function, or a refusal, take the place of another one in this trace; other threads may call that one."""
 
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not _compat.is_tracing():
+            return eager(*args, **kwargs)
+        if f is not None:
+            return f(*args, **kwargs)
+        # A library may draw what it does not use, such as a probability to drop a layer in evaluation.
+        if not name.startswith("torch") and sys._getframe(1).f_code.co_filename.startswith(INSTALLED):
+            return eager(*args, **kwargs)
+        raise ValueError(
+            f"jit: later calls would not run {name}. Call it outside of the function. For random numbers, give "
+            "model.apply(..., key=...) a key."
+        )
 
-def _replace_in_traces(eager: Callable[..., Any], f: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function take the place of torch's in this trace; other threads may call torch's meanwhile."""
-    return lambda *args, **kwargs: (f if _compat.is_tracing() else eager)(*args, **kwargs)
+    return run
 
 
 @contextmanager
@@ -244,9 +246,8 @@ def _trace_alone() -> Iterator[None]:
         for module_name, names in names_by_module.items():
             module = import_module(module_name)
             for name in names.split():
-                eager = getattr(module, name)
-                f = states.get(name, partial(_refuse_call, f"{module_name}.{name}", eager))
-                patches.enter_context(patch.object(module, name, _replace_in_traces(eager, f)))
+                run = _replace_in_traces(f"{module_name}.{name}", getattr(module, name), states.get(name))
+                patches.enter_context(patch.object(module, name, run))
         yield
 
 
