@@ -154,17 +154,17 @@ def fills_what_it_saved(outputs: Iterable[torch.Tensor], since: int) -> bool:
         outputs: Where the graph begins.
         since: What `next_sequence_number` was before the first operator to look at.
     """
-    waiting = [tensor.grad_fn for tensor in outputs]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
+    nodes = [tensor.grad_fn for tensor in outputs]
+    seen = {None, *nodes}
+    # The list grows while it is walked along.
+    for node in nodes:
         if node is None or node._sequence_nr() < since:
             continue
         if node.name().startswith("RreluWithNoiseBackward"):
             return True
         new = {other for other, _ in node.next_functions} - seen
         seen |= new
-        waiting.extend(new)
+        nodes += new
     return False
 
 

@@ -41,11 +41,9 @@ def find_results(graph: Graph) -> list[Any]:
 
 def pair_arguments(node: Node) -> list[tuple[_compat.Argument, Any]]:
     """Pair the arguments that an operator declares with their values; an empty list if it is not torch's."""
-    pairs = []
-    for i, argument in enumerate(_compat.arguments_of(node.target) or []):
-        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-        pairs.append((argument, value))
-    return pairs
+    arguments = _compat.arguments_of(node.target) or []
+    by_name = [node.kwargs.get(argument.name) for argument in arguments[len(node.args) :]]
+    return list(zip(arguments, (*node.args, *by_name), strict=False))
 
 
 def find_values(node: Node) -> tuple[Any, Any]:
