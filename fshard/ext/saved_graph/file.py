@@ -18,7 +18,7 @@ from fshard.ext.saved_graph.source import Source
 from fshard.extend import files, process_rank
 
 JSON = Any
-_HEAD = b'{"format": "fshard.graph",\n "version": 4,\n "digest": "'
+_HEAD = b'{"format": "fshard.graph",\n "version": 5,\n "digest": "'
 # Between the digest and the body, and behind the body.
 _MIDDLE = b'",\n "body": '
 _TAIL = b"}\n"

@@ -103,9 +103,11 @@ class _Pickler(pickle.Pickler):
 
 
 def _take_class_apart(cls: type) -> list[Any]:
-    is_library = _is_library(cls.__module__)
-    attributes = [] if is_library else [(name, part) for name, part in vars(cls).items() if name not in _OF_PYTHON]
-    return [cls.__module__, cls.__qualname__, () if is_library else cls.__bases__, attributes]
+    name = [cls.__module__, cls.__qualname__]
+    if _is_library(cls.__module__):
+        return name
+    attributes = [(name, part) for name, part in vars(cls).items() if name not in _OF_PYTHON]
+    return [*name, cls.__bases__, attributes]
 
 
 def _take_function_apart(function: types.FunctionType) -> list[Any]:

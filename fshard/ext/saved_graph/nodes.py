@@ -9,6 +9,7 @@ import json
 import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -58,9 +59,10 @@ def write_nodes(graph: Graph, axes: Sequence[fs.Axis]) -> dict[str, JSON]:
     for node in calls:
         name = names.get(node.target, str(node.target))
         args = _name_axis(node.args, axes) if name in COLLECTIVES else node.args
-        nodes.append([name, _write_value(args, numbers), _write_value(node.kwargs, numbers)])
+        nodes.append([name, args, node.kwargs])
     (outputs,) = graph.output_node().args
-    return {"nodes": nodes, "outputs": _write_value(outputs, numbers)}
+    text = json.dumps({"nodes": nodes, "outputs": outputs}, default=partial(_write_value, numbers))
+    return json.loads(text)
 
 
 def _name_axis(args: Sequence[Any], axes: Sequence[fs.Axis]) -> list[Any]:
@@ -75,22 +77,16 @@ def _name_axis(args: Sequence[Any], axes: Sequence[fs.Axis]) -> list[Any]:
     )
 
 
-def _write_value(value: Any, numbers: Mapping[Node, int]) -> JSON:
-    """Write an argument of an operator, or several."""
-    if isinstance(value, Node):
-        if value not in numbers:
-            raise ValueError(f"save_graph: a file holds operators on tensors, not {value.op} {value.target}.")
+def _write_value(numbers: Mapping[Node, int], value: Any) -> JSON:
+    """Write a value that JSON has no form for."""
+    if isinstance(value, Node) and value in numbers:
         return {"node": numbers[value]}
-    if isinstance(value, list | tuple):
-        return [_write_value(entry, numbers) for entry in value]
-    if isinstance(value, dict):
-        return {name: _write_value(entry, numbers) for name, entry in value.items()}
+    if isinstance(value, Node):
+        raise ValueError(f"save_graph: a file holds operators on tensors, not {value.op} {value.target}.")
     if isinstance(value, _CONSTANT_TYPES):
         return {"torch": str(value)}
     if isinstance(value, torch.device):
         return {"device": str(value)}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
     raise ValueError(f"save_graph: a file holds numbers and texts, and the graph has {describe(value)}.")
 
 

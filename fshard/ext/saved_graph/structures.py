@@ -1,6 +1,6 @@
 """The structure of a result as JSON: parts of the structure of the arguments, and tuples, lists and dicts of such."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 JSON = Any
@@ -15,29 +15,29 @@ def write_structure(treedef: Any, arguments: Any) -> JSON:
         arguments: The structure of the arguments.
 
     Returns:
-        A pair for each part: "as" and the path of an equal part of the arguments, or else "tuple", "list" or the keys
+        A pair for each part: "as" and the number of an equal part of the arguments, or else "tuple", "list" or the keys
         of a dict, and the parts of this one.
 
     Raises:
         ValueError: if it has a part that is neither a tuple, a list, a dict nor a part of the arguments.
     """
-    paths: dict[Any, tuple[int, ...]] = {}
-    for path, part in _list_parts(arguments, ()):
-        paths.setdefault(part, path)
-    return _write(treedef, paths)
+    numbers: dict[Any, int] = {}
+    for number, part in enumerate(_list_parts(arguments)):
+        numbers.setdefault(part, number)
+    return _write(treedef, numbers)
 
 
-def _list_parts(treedef: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """List a structure and all parts of it, each with the numbers of the children on the way to it."""
-    yield path, treedef
-    for number, child in enumerate(treedef.children()):
-        yield from _list_parts(child, (*path, number))
+def _list_parts(treedef: Any) -> Iterator[Any]:
+    """List a structure and all parts of it."""
+    yield treedef
+    for child in treedef.children():
+        yield from _list_parts(child)
 
 
-def _write(part: Any, paths: Mapping[Any, tuple[int, ...]]) -> JSON:
-    if part in paths:
-        return "as", paths[part]
-    children = [_write(child, paths) for child in part.children()]
+def _write(part: Any, numbers: Mapping[Any, int]) -> JSON:
+    if part in numbers:
+        return "as", numbers[part]
+    children = [_write(child, numbers) for child in part.children()]
     if part.type in (tuple, list):
         return part.type.__name__, children
     if part.type is dict and all(type(key) in _KEY_TYPES for key in part.entries()):
@@ -58,13 +58,15 @@ def make_tree(structure: JSON, arguments: Any) -> Any:
         structure: What `write_structure` wrote; of something else any error is raised.
         arguments: The structure of the arguments of a call.
     """
-    kind, parts = structure
+    return _make(structure, list(_list_parts(arguments)))
+
+
+def _make(structure: JSON, parts_of_arguments: Sequence[Any]) -> Any:
+    kind, content = structure
     if kind == "as":
-        same = arguments
-        for number in parts:
-            same = same.children()[number]
-        return same.unflatten(range(same.num_leaves))
-    children = [make_tree(part, arguments) for part in parts]
+        part = parts_of_arguments[content]
+        return part.unflatten(range(part.num_leaves))
+    children = [_make(part, parts_of_arguments) for part in content]
     if isinstance(kind, list):
         return dict(zip(kind, children, strict=True))
     return {"tuple": tuple, "list": list}[kind](children)
