@@ -1,7 +1,7 @@
 """Operators whose results torch lays out otherwise on tensors without values, checked on 2.13."""
 
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -19,15 +19,6 @@ _FIRST_DECIDES = (
     torch.ops.aten.logit_backward,
     torch.ops.aten.softplus_backward,
 )
-
-
-@cache
-def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Return what a trace writes down in the place of such operators: the same kernels, in layouts that it knows.
-
-    A wrong layout makes views that the kernels' results do not allow. Checked on 2.13.
-    """
-    return MappingProxyType({operator.default: partial(_run_with_layout, operator) for operator in _FIRST_DECIDES})
 
 
 def correct_strides(x: torch.Tensor, *views: torch.Tensor) -> None:
@@ -55,3 +46,10 @@ def _run_with_layout(operator: Any, a: torch.Tensor, b: torch.Tensor, *args: Any
     write = getattr(operator, name)
     result = torch.empty_like(a + b)
     return write(a, b, *args, **kwargs, **{name: result})
+
+
+# What a trace writes down in the place of such operators: the same kernels, in layouts that it knows. A wrong layout
+# makes views that the kernels' results do not allow. Checked on 2.13.
+DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {operator.default: partial(_run_with_layout, operator) for operator in _FIRST_DECIDES}
+)

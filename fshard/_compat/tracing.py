@@ -19,7 +19,7 @@ from torch.utils._device import DeviceContext
 
 from fshard._compat.autograd import frames_of
 from fshard._compat.fake import is_fake
-from fshard._compat.layouts import RESHAPES, correct_strides, decompositions
+from fshard._compat.layouts import DECOMPOSITIONS, RESHAPES, correct_strides
 
 # Checked on 2.13.
 WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
@@ -230,7 +230,7 @@ def make_graph_of(
     inlined = nullcontext() if compiler is None else compiler.patch(error_on_nested_fx_trace=False)
     # Passes will change the graph: the code that it has until then is not needed.
     with _use_lazy_graph_module(True), patch.object(proxy_tensor, "proxy_call", noted), whole, inlined:
-        make = proxy_tensor.make_fx(f, dict(decompositions()), tracing_mode="fake", _allow_non_fake_inputs=True)
+        make = proxy_tensor.make_fx(f, dict(DECOMPOSITIONS), tracing_mode="fake", _allow_non_fake_inputs=True)
         return make(*tensors), read
 
 

@@ -117,8 +117,6 @@ def _can_take_memory(result: Node | None, spec: Any, leaf: Any) -> bool:
     tensor = tensor_of(leaf)
     if (value.shape, value.dtype, value.device) != (tensor.shape, tensor.dtype, tensor.device):
         return False
-    if not tensor.numel():
-        return True
     return all(step or size == 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 

@@ -45,13 +45,6 @@ from fshard.update import TrainState, check_same_step, pin_params
 ProgramCache = Callable[["Jitted", Signature, Flat], tuple[Any, Callable[[Any], None] | None]]
 
 
-class CapturedTensor(NamedTuple):
-    """A tensor that a function closes over, and its `_describe_capture` when the function was traced."""
-
-    tensor: torch.Tensor
-    description: Any
-
-
 class Program(NamedTuple):
     """A graph of a function, with what a call of it needs.
 
@@ -59,7 +52,7 @@ class Program(NamedTuple):
         traced: The graph, and the structure of its arguments and results.
         donated_leaves: The indices of the arguments' leaves that are donated tensors.
         overwritten_leaves: Those of them that something may be written to.
-        captured: Tensors that the function closes over.
+        captures: For each tensor that the function closes over its `_describe_capture` when the function was traced.
         facts: For each axis what ranks compare over it in every call, because it decides the graph's collectives.
         trace_facts: What ranks compare in their first trace, before they agree on the leaves that any of them uses.
         origin: Where it is from, if it was not traced.
@@ -70,7 +63,7 @@ class Program(NamedTuple):
     traced: Traced
     donated_leaves: list[int]
     overwritten_leaves: set[int]
-    captured: list[CapturedTensor]
+    captures: list[tuple[Any, ...]]
     facts: Mapping[Axis, str]
     trace_facts: str
     origin: str = ""
@@ -133,7 +126,7 @@ class Jitted:
                 return self._f(*args, **kwargs)
             check_axes("jit", flat)
             program = self._find_program(flat, tensors)
-            if program.captured:
+            if program.captures:
                 _refuse_changed_captures(program, flat)
             comm.check_same_facts("jit", program.facts)
             refuse_frozen_counters("jit", (args, kwargs))
@@ -289,7 +282,7 @@ class Jitted:
             traced=traced,
             donated_leaves=donated_leaves,
             overwritten_leaves=set(donated_leaves) - donation.unchanged_leaves,
-            captured=[CapturedTensor(tensor, _describe_capture(tensor)) for tensor in traced.captured],
+            captures=list(map(_describe_capture, traced.captured)),
             facts=passed_facts.for_each_axis(flat.axes),
             trace_facts=facts.before_agreement(),
         )
@@ -433,7 +426,7 @@ def _describe_capture(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _refuse_changed_captures(program: Program, flat: Flat) -> None:
     """Refuse a call after a write to a tensor that the function closes over, or that would donate one."""
     donated = {id(tensor_of(flat.leaves[leaf_index])) for leaf_index in program.donated_leaves}
-    for tensor, description in program.captured:
+    for tensor, description in zip(program.traced.captured, program.captures, strict=True):
         if id(tensor) in donated:
             raise ValueError(
                 f"jit: the function closes over {describe(tensor)}, which this call donates. Use the argument inside "

@@ -12,8 +12,12 @@ from torch.fx.node import map_arg
 from fshard import _compat, comm, random
 from fshard.comm import ops
 
-__all__ = ["find_collective", "find_inputs", "find_last_uses", "find_results", "find_storages"]
-__all__ += [
+__all__ = [
+    "find_collective",
+    "find_inputs",
+    "find_last_uses",
+    "find_results",
+    "find_storages",
     "find_values",
     "find_write_targets",
     "is_impure",

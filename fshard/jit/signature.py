@@ -112,15 +112,13 @@ def make_exact(value: Any, name: str, remedy: str) -> Exact:
     """Make a value comparable by its type and bits.
 
     Args:
-        value: The value, which is compared as it is if it is such a key already.
+        value: The value.
         name: What to call it in an error.
         remedy: What the caller can do if it cannot be hashed.
 
     Raises:
         TypeError: if it cannot be hashed.
     """
-    if isinstance(value, Exact):
-        return value
     try:
         return Exact(value)
     except TypeError as error:

@@ -162,7 +162,7 @@ class _Loaded(Jitted):
                 Traced(module, inputs, treedef, [None if n is None else specs[n] for n in saved.specs], captured=[]),
                 donated_leaves=donated,
                 overwritten_leaves=set(written),
-                captured=[],
+                captures=[],
                 facts=dict(zip(flat.axes, saved.facts, strict=True)),
                 trace_facts=saved.trace_facts,
                 origin="read from a file",
