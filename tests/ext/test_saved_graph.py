@@ -78,6 +78,17 @@ def test_other_calls_are_refused_by_name(tmp_path):
             fs.load_graph(tmp_path)(*arguments, times=times)
 
 
+def test_a_result_has_keys_of_its_own_where_arguments_have_equal_ones(tmp_path):
+    """The order of keys, and whether they are 1 or True, tell no structure from another."""
+
+    def rebuild(state):
+        return {"b": state["b"], "a": {1: state["a"][True]}}
+
+    state = {"a": {True: torch.ones(1)}, "b": torch.ones(2)}
+    fs.save_graph(tmp_path, fs.jit(rebuild), state)
+    assert repr(fs.load_graph(tmp_path)(state)) == repr(rebuild(state))
+
+
 def test_numbers_are_keys_of_a_result(tmp_path):
     """Of parts that no argument has, whatever the size of a whole number, and in the order of the function."""
 

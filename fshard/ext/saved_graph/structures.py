@@ -15,8 +15,8 @@ def write_structure(treedef: Any, arguments: Any) -> JSON:
         arguments: The structure of the arguments.
 
     Returns:
-        A pair for each part: "as" and the number of an equal part of the arguments, or else "tuple", "list" or the keys
-        of a dict, and the parts of this one.
+        A pair for each part: "tuple", "list" or the keys of a dict, and the parts of this one; for leaves and other
+        classes "as" and the number of an equal part of the arguments.
 
     Raises:
         ValueError: if it has a part that is neither a tuple, a list, a dict nor a part of the arguments.
@@ -35,16 +35,16 @@ def _list_parts(treedef: Any) -> Iterator[Any]:
 
 
 def _write(part: Any, numbers: Mapping[Any, int]) -> JSON:
-    if part in numbers:
-        return "as", numbers[part]
-    children = [_write(child, numbers) for child in part.children()]
     if part.type in (tuple, list):
-        return part.type.__name__, children
+        return part.type.__name__, [_write(child, numbers) for child in part.children()]
+    # Never as one of the arguments, which is equal where its keys are 1 for True, or have another order.
     if part.type is dict and all(type(key) in _KEY_TYPES for key in part.entries()):
-        child_of_key = dict(zip(part.entries(), children, strict=True))
+        child_of_key = dict(zip(part.entries(), part.children(), strict=True))
         # Entries are sorted. Who iterates over the dict gets the keys in the order in which the function made it.
         keys = list(part.unflatten(range(part.num_leaves)))
-        return keys, [child_of_key[key] for key in keys]
+        return keys, [_write(child_of_key[key], numbers) for key in keys]
+    if part in numbers:
+        return "as", numbers[part]
     raise ValueError(
         f"save_graph: a part of the result is {str(part)[:60]}, and a file holds tuples, lists and dicts whose keys "
         "are texts or numbers. Return one of these, or a part of the arguments."
