@@ -26,8 +26,8 @@ def report_to_launcher(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     if os.path.exists(path) and not os.path.isfile(path):
         return
-    # As torch.distributed.elastic.multiprocessing.errors.ErrorHandler does, which takes long to import. torchrun fails
-    # on half a file, so this one appears as a whole.
+    # As torch.distributed.elastic.multiprocessing.errors.ErrorHandler does of an exception. torchrun fails on half a
+    # file, so this one appears as a whole.
     extra_info = {"py_callstack": text, "timestamp": str(int(time.time()))}
     unfinished = f"{path}.fshard"
     with suppress(OSError):
