@@ -1,6 +1,6 @@
 """Private APIs of torch.distributed, each with the versions it was checked on.
 
-The file has over 600 lines, because making, cutting and replacing groups and sending over them read the same state of
+The file has over 500 lines, because making, cutting and replacing groups and sending over them read the same state of
 torch, which keeps groups, their names and their backends in one registry.
 """
 
