@@ -19,7 +19,7 @@ from fshard.ext.interop.export import new_files
 from fshard.ext.interop.module_exchange import ModuleExchange
 from fshard.ext.interop.shared_files import CHECKSUMS, Part, TensorKinds, WrittenTensors
 from fshard.ext.interop.transformers import PlannedTensor, from_files, is_pretrained, plan_leaf, to_files
-from fshard.extend import FLOATING, NUMBER, Entry, Problem, check_arguments, describe, expect, local_box, refuse
+from fshard.extend import FLOATING, NUMBER, Entry, Problem, check_arguments, choose_boxes, describe, expect, refuse
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The entry of a file's header that is no tensor.
@@ -93,10 +93,10 @@ def save_huggingface(
     texts = {"(directory)": f"{directory}"}
     for file, kinds in files.items():
         texts |= {f"({file}) {name}": f"{kind.dtype}{[*kind.shape]}" for name, kind in kinds.items()}
-    holders = exchange.find_holders(leaves, texts)
+    boxes = choose_boxes(exchange.rank, leaves, exchange.find_holders(leaves, texts))
     with new_files(exchange, directory, (CHECKSUMS, SINGLE, INDEX), files) as temporary:
         results = [tensors[name] for name in chain.from_iterable(files.values())]
-        parts = _make_parts(exchange, leaves, holders, results, full)
+        parts = _make_parts(exchange, leaves, boxes, results, full)
         shared_files.write(exchange, temporary, files, parts)
         if exchange.rank == 0 and SINGLE not in files:
             (temporary / INDEX).write_text(_make_index(files))
@@ -225,30 +225,28 @@ def _assign_files(tensors: PlannedTensors, dtype: torch.dtype | None, max_file_b
 def _make_parts(
     exchange: ModuleExchange,
     leaves: Mapping[str, Any],
-    holders: Mapping[str, Sequence[int]],
+    boxes: Mapping[str, tuple[tuple[int, ...], torch.Tensor]],
     results: Sequence[PlannedTensor],
     full: dict[str, torch.Tensor],
 ) -> Iterator[Part | None]:
     """Make the part of each result that this rank writes, one result after another.
 
-    Ranks that hold the same part take turns. The leaves that transformers converts are gathered just before their
-    result, so every rank must take all parts.
+    The leaves that transformers converts are gathered just before their result, which ranks write in turns, so every
+    rank must take all parts.
     """
-    every_rank = range(exchange.ranks.size)
     for number, result in enumerate(results):
+        part = None
         if result.leaf is None:
             for name in full.keys() - result.sources:
                 del full[name]
             shards = {name: leaves[name] for name in sorted(result.sources - full.keys())}
             full.update(fs.unshard(shards))
-            part = Part((0,) * result.dim(), result.value)
-            ranks: Sequence[int] = every_rank
-        else:
-            offset, tensor = local_box(leaves[result.leaf])
+            if number % exchange.ranks.size == exchange.rank:
+                part = Part((0,) * result.dim(), result.value)
+        elif result.leaf in boxes:
+            offset, tensor = boxes[result.leaf]
             part = Part(offset, tensor.detach)
-            ranks = holders[result.leaf]
-        writer = ranks[number % len(ranks)]
-        yield part if writer == exchange.rank else None
+        yield part
 
 
 def _make_index(files: Mapping[str, TensorKinds]) -> str:

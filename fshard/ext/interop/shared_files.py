@@ -58,7 +58,7 @@ def write(
             written: list[files.Chunk] = []
             for boxes_of_rank in boxes_of_ranks:
                 written += boxes_of_rank.get(name, ())
-            tensors[name] = files.StoredLeaf(_name_of(kind.dtype), kind.shape, tuple(written))
+            tensors[name] = files.StoredLeaf(files.name_of(kind.dtype), kind.shape, tuple(written))
     manifest = files.Manifest(0, tensors, {})
     (directory / CHECKSUMS).write_bytes(files.encode(manifest))
 
@@ -138,7 +138,7 @@ def make_entry(path: Path, name: str, tensor: Any, written: WrittenTensors | Non
         # A tensor that is read whole is the mapped file, so this takes a copy.
         return Entry(dtype, shape, lambda place: tensor[place].clone())
     leaf = written.get(name)
-    expected = (_name_of(dtype), shape)
+    expected = (files.name_of(dtype), shape)
     if leaf is None or leaf[:2] != expected:
         checksums = path.with_name(CHECKSUMS)
         raise CheckpointError(f"{checksums} is of another {name} than {path.name} has; remove it")
@@ -153,7 +153,3 @@ def _read_chunk(path: Path, tensor: Any, name: str, chunk: files.Chunk, memory: 
     if checksum != chunk.checksum:
         text = f"{name} has other bytes than were written, in {[*chunk.shape]} from {[*chunk.offsets]}"
         raise CheckpointError(f"{path}: {text}; have it written again, or remove {CHECKSUMS}")
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
