@@ -54,7 +54,12 @@ class ModuleTemplate:
         self._parametrized = _ParametrizedCache()
         self._hook_submodules(units)
         attributes = [submodule.__dict__ for submodule in self.module.modules()]
-        self._buffers = _BufferPlaces(attributes, self.names)
+        # Each with the dict that holds the buffer, its key there, and its name.
+        self._buffer_places: list[tuple[dict[str, Any], str, str]] = []
+        for submodule in attributes:
+            for key, buffer in submodule["_buffers"].items():
+                if buffer is not None:
+                    self._buffer_places.append((submodule["_buffers"], key, self.names[buffer]))
         self._restore = _take_snapshot(attributes)
         for tensor, name in self.names.items():
             # As torch tells what isinstance takes for a parameter.
@@ -98,7 +103,8 @@ class ModuleTemplate:
         """
         self._values = values
         self.dtypes = dtypes
-        self._buffers.bind(buffers)
+        for buffers_of_submodule, key, name in self._buffer_places:
+            buffers_of_submodule[key] = buffers[name]
 
     def gather_from(self, call: EngineCall, walk: ModelWalk) -> None:
         """Take the parameters that were not bound from a call of the engine, as they are read.
@@ -122,7 +128,11 @@ class ModuleTemplate:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Read the buffers as the forward left them, by name."""
-        return self._buffers.read()
+        values: dict[str, torch.Tensor] = {}
+        for buffers, key, name in self._buffer_places:
+            # A buffer that several submodules hold is read where it stands first.
+            values.setdefault(name, buffers[key])
+        return values
 
     def release(self) -> bool:
         """Let go of all values, and of what a forward has set.
@@ -280,38 +290,6 @@ class _StrayTensor(torch.Tensor):
     def __deepcopy__(self, memo: Any) -> Any:
         """Stay one tensor, because there are no values to copy: a forward may copy a submodule."""
         return self
-
-
-class _BufferPlaces:
-    """The places of a module's buffers, in which a call puts its own."""
-
-    def __init__(self, attributes: Iterable[dict[str, Any]], names: Mapping[torch.Tensor, str]) -> None:
-        """Find the places.
-
-        Args:
-            attributes: The attributes of each submodule.
-            names: The name of each buffer.
-        """
-        # Each with the dict that holds the buffer, its key there, and its name.
-        self._places: list[tuple[dict[str, Any], str, str]] = []
-        for submodule in attributes:
-            buffers = submodule["_buffers"]
-            for key, buffer in buffers.items():
-                if buffer is not None:
-                    self._places.append((buffers, key, names[buffer]))
-
-    def bind(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Put values in all places, by their names."""
-        for buffers, key, name in self._places:
-            buffers[key] = values[name]
-
-    def read(self) -> dict[str, torch.Tensor]:
-        """Read the values of the buffers as a forward left them."""
-        values: dict[str, torch.Tensor] = {}
-        for buffers, key, name in self._places:
-            # A buffer that several submodules hold is read where it stands first.
-            values.setdefault(name, buffers[key])
-        return values
 
 
 class _ParametrizedCache:
