@@ -9,9 +9,9 @@ from torch import nn
 
 from fshard.checkpoint import CheckpointError
 from fshard.ext.interop import dcp_files
-from fshard.ext.interop import optimizer_state as states
 from fshard.ext.interop.export import new_files
 from fshard.ext.interop.module_exchange import ModuleExchange, name_of_fsdp2, named_leaves
+from fshard.ext.interop.optimizer_state import OptimizerStates, ParameterGroup, by_parameter, parameter_of
 from fshard.extend import COUNT, Entry, Range, check_arguments, expect
 
 StateDict = dict[str, Any]
@@ -88,12 +88,12 @@ def _optimizer_content(
     exchange: ModuleExchange, opt_state: Any, optimizer: torch.optim.Optimizer, is_flat: bool
 ) -> StateDict:
     """List the state and the parameter groups of an optimizer, as its state dict has them."""
-    slots, groups, names = states.describe_optimizer(exchange, opt_state, optimizer)
+    states = OptimizerStates(exchange, opt_state)
+    groups, names = states.describe(optimizer)
     # A first step from zeros would be another one. Where state is missing, FSDP2 refuses the checkpoint.
-    counts = states.list_counts(opt_state)
-    updated = {key: leaf for key, leaf in slots.items() if int(counts.get(states.parameter_of(key), 1))}
+    updated = {key: leaf for key, leaf in states.slots.items() if int(states.counts.get(parameter_of(key), 1))}
     # Before the first update torch's own checkpoint has zeros too.
-    state_by_name = states.by_parameter(updated or slots)
+    state_by_name = by_parameter(updated or states.slots)
     state = {}
     for name, kept in state_by_name.items():
         state[name_of_fsdp2(name)] = kept
@@ -157,8 +157,8 @@ def load_dcp(
         path = exchange.path("directory", directory)
         if trusted is not True:
             remedy = "pass trusted=True if you trust whoever wrote it, or have it written as safetensors"
-            metadata = path / dcp_files.METADATA
-            raise CheckpointError(f"{metadata} is pickled, and reading it can run code of its author; {remedy}")
+            text = "is pickled, and reading it can run code of its author"
+            raise CheckpointError(f"{path / dcp_files.METADATA} {text}; {remedy}")
         entries, values = dcp_files.read_contents(path)
     prefix = f"{optimizer_key}.".lstrip(".")
     others = {key: entry for key, entry in entries.items() if not key.startswith(f"{prefix}state.")}
@@ -167,13 +167,13 @@ def load_dcp(
     filled = exchange.fill(weights, leaves)
     if not hasattr(like, "opt_state"):
         return exchange.with_leaves(like, filled)
-    kept = states.by_parameter(states.collect_slots(exchange, like.opt_state))
-    stored = _entries_under(f"{prefix}state.", entries, named_leaves(kept), exchange.label, "optimizer_key")
-    slots = _name_slots(exchange, stored)
+    states = OptimizerStates(exchange, like.opt_state)
+    names = named_leaves(by_parameter(states.slots))
+    stored = _entries_under(f"{prefix}state.", entries, names, exchange.label, "optimizer_key")
     with exchange.raise_on_all_ranks(directory):
-        groups = _read_groups(exchange, values, f"{prefix}param_groups.", like.opt_state)
-    opt_state = states.rebuild_state(exchange, like.opt_state, slots, groups, updates)
-    step = max([int(state.updates) for state in states.list_states(opt_state)], default=0)
+        groups = _read_groups(exchange, values, f"{prefix}param_groups.", states)
+    opt_state = states.rebuild(_name_slots(exchange, stored), groups, updates)
+    step = max([int(state.updates) for state in OptimizerStates(exchange, opt_state).states], default=0)
     return like._replace(
         step=torch.full_like(like.step, step),
         params=exchange.with_leaves(like.params, filled),
@@ -193,13 +193,13 @@ def _name_slots(exchange: ModuleExchange, stored: Mapping[str, Any]) -> dict[str
 
 
 def _read_groups(
-    exchange: ModuleExchange, values: Mapping[str, Callable[[], Any]], prefix: str, opt_state: Any
-) -> list[states.ParameterGroup]:
-    """Read the values that a state takes from parameter groups.
+    exchange: ModuleExchange, values: Mapping[str, Callable[[], Any]], prefix: str, states: OptimizerStates
+) -> list[ParameterGroup]:
+    """Read the values that states take from parameter groups.
 
     Where the optimizer's state was flattened, each parameter is a group without members.
     """
-    injected = {name for state in states.list_states(opt_state) for name in state.hyper}
+    injected = {name for state in states.states for name in state.hyper}
     values_of_groups: dict[str, StateDict] = {}
     for key, read in values.items():
         group, _, name = key.rpartition(".")
@@ -210,7 +210,7 @@ def _read_groups(
     groups = []
     for hyper in values_of_groups.values():
         members = {exchange.first.get(name, name) for name in hyper["params"]}
-        groups.append(states.ParameterGroup(members, hyper))
+        groups.append(ParameterGroup(members, hyper))
     return groups
 
 

@@ -150,9 +150,10 @@ class ModuleExchange(Exchange):
 
     @staticmethod
     def with_leaves(tree: Any, leaves: Mapping[str, Any]) -> Any:
-        """Return a tree with other leaves, by their names; a leaf that has none, as None has not, is None."""
+        """Return a tree with other leaves, by their names; leaves that are None stay."""
         flat = flatten(tree)
-        return flat.unflatten(map(leaves.get, flat.names))
+        pairs = zip(flat.names, flat.leaves, strict=True)
+        return flat.unflatten(leaf if leaf is None else leaves[name] for name, leaf in pairs)
 
 
 def is_full(value: Any) -> bool:

@@ -1,6 +1,6 @@
 """The state of torch.optim's optimizers, to and from states that `fs.from_torch` made."""
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -69,12 +69,12 @@ def to_optimizer_state_dict(
     {'momentum_buffer': tensor([[1., 1.]])}
     """
     exchange = ModuleExchange("checkpoint.to_optimizer_state_dict", module)
-    slots, groups, names = describe_optimizer(exchange, opt_state, optimizer)
-    counts = list_counts(opt_state)
+    states = OptimizerStates(exchange, opt_state)
+    groups, names = states.describe(optimizer)
     updated = {}
-    for key, leaf in slots.items():
+    for key, leaf in states.slots.items():
         parameter = parameter_of(key)
-        if int(slots.get(f"step.{parameter}", counts.get(parameter, 1))):
+        if int(states.slots.get(f"step.{parameter}", states.counts.get(parameter, 1))):
             updated[key] = leaf
     full = exchange.gather(updated, rank0_only)
     if rank0_only and exchange.rank:
@@ -133,7 +133,8 @@ def from_optimizer_state_dict(
                 groups.append(ParameterGroup(members, group))
         except (AttributeError, LookupError, TypeError) as error:
             expect(False, exchange.label, expected, f"{describe(state_dict)}: {error}")
-    return rebuild_state(exchange, like, entries, groups, updates)
+        states = OptimizerStates(exchange, like)
+    return states.rebuild(entries, groups, updates)
 
 
 def _entries_of(label: str, state: Mapping[int, StateDict], names: Mapping[int, str]) -> dict[str, Entry]:
@@ -164,39 +165,127 @@ def list_parameter_names(exchange: ModuleExchange, optimizer: torch.optim.Optimi
     return names
 
 
-def describe_optimizer(
-    exchange: ModuleExchange, opt_state: Any, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, Any], list[StateDict], list[str]]:
-    """Describe the torch optimizer that a state made by `from_torch` belongs to.
+class OptimizerStates:
+    """The states that `from_torch` made, in any parts of the state of an optimizer.
 
-    Args:
-        exchange: The exchange.
-        opt_state: The state.
-        optimizer: The torch optimizer, whose own state does not count.
-
-    Returns:
-        What `collect_slots` does, the optimizer's groups with the hyperparameters that the state holds for them, and
-        the names of its parameters.
-
-    Raises:
-        ValueError: on every rank, if the optimizer would have other state, or a group has several numbers.
+    Attributes:
+        states: These states.
+        slots: What torch classes keep in them, by names such as exp_avg.layer.weight.
+        counts: The number of updates of each parameter by name, if its first step is not one from zeros.
     """
-    names = list_parameter_names(exchange, optimizer)
-    slots = collect_slots(exchange, opt_state)
-    exchange.find_holders(slots, {})
-    owners = set(map(parameter_of, slots))
-    unknown = sorted(owners.difference(names))
-    problems = [Problem(name, "has state, but is no parameter of the torch optimizer") for name in unknown]
-    refuse(f"{exchange.label}: states do not fit", problems, "pass the optimizer of all that was trained")
-    groups_of_states = _list_groups(exchange, opt_state, names)
-    # A class may keep nothing for a momentum that was injected as 0.
-    if not any("momentum" in group.values for group in groups_of_states):
-        _check_class(exchange, slots, optimizer, owners or names)
-    groups = optimizer.state_dict()["param_groups"]
-    for group in groups:
-        members = [names[number] for number in group["params"]]
-        group |= _take_numbers(exchange.label, group, members, groups_of_states)
-    return slots, groups, names
+
+    def __init__(self, exchange: ModuleExchange, opt_state: Any) -> None:
+        """Take the state of an optimizer apart.
+
+        Args:
+            exchange: The exchange.
+            opt_state: The state.
+
+        Raises:
+            ValueError: if there is state besides that torch's optimizers do not have.
+        """
+        self._exchange = exchange
+        self._opt_state = opt_state
+        self.states: list[TorchState] = []
+        problems = []
+        for name, leaf in named_leaves(TorchState.each(self.states.append, opt_state)).items():
+            problems.append(Problem(name, f"is {describe(leaf)}, which is not of the state of fs.from_torch"))
+        remedy = "save it by fs.checkpoint.save, or pass the part that fs.from_torch made"
+        refuse(f"{exchange.label}: torch's optimizers have no such state", problems, remedy)
+        self.slots: dict[str, Any] = {}
+        self.counts: dict[str, torch.Tensor] = {}
+        for state in self.states:
+            self.slots |= named_leaves(state.slots)
+            self.counts |= named_leaves(state.counts)
+
+    def describe(self, optimizer: torch.optim.Optimizer) -> tuple[list[StateDict], list[str]]:
+        """Describe the torch optimizer that the states belong to.
+
+        Args:
+            optimizer: The torch optimizer, whose own state does not count.
+
+        Returns:
+            Its groups with the hyperparameters that the states hold for them, and the names of its parameters.
+
+        Raises:
+            ValueError: on every rank, if it would have other state, or a group has several numbers.
+        """
+        exchange = self._exchange
+        names = list_parameter_names(exchange, optimizer)
+        exchange.find_holders(self.slots, {})
+        owners = set(map(parameter_of, self.slots))
+        unknown = sorted(owners.difference(names))
+        problems = [Problem(name, "has state, but is no parameter of the torch optimizer") for name in unknown]
+        refuse(f"{exchange.label}: states do not fit", problems, "pass the optimizer of all that was trained")
+        groups_of_states = self._list_groups(names)
+        # A class may keep nothing for a momentum that was injected as 0.
+        if not any("momentum" in group.values for group in groups_of_states):
+            _check_class(exchange, self.slots, optimizer, owners or names)
+        groups = optimizer.state_dict()["param_groups"]
+        for group in groups:
+            members = [names[number] for number in group["params"]]
+            group |= _take_numbers(exchange.label, group, members, groups_of_states)
+        return groups, names
+
+    def rebuild(self, entries: Mapping[str, Entry], groups: Sequence[ParameterGroup], updates: int | None) -> Any:
+        """Read a state of the structure of this one.
+
+        That of a parameter that never had a gradient, of which torch has none, stays as it is.
+
+        Args:
+            entries: The entries by the names of slots.
+            groups: The torch optimizer's groups. Hyperparameters that they lack stay as they are.
+            updates: How many updates were made; None takes the class's own count.
+
+        Raises:
+            ValueError: on every rank, if the number of updates is not known, or ranks read different states.
+        """
+        exchange = self._exchange
+        names = set[str]().union(*(group.members for group in groups))
+        without_state = names.difference(map(parameter_of, entries)) if entries else set()
+        kept = [key for key in self.slots if parameter_of(key) in without_state]
+        # Torch's Adagrad keeps state of frozen parameters too.
+        passed_over = exchange.frozen.difference(map(parameter_of, self.slots))
+        wanted = {key: entry for key, entry in entries.items() if parameter_of(key) not in passed_over}
+        remedy = "pass the state of the same torch class and options, for the same module"
+        loaded = exchange.fill(wanted, self.slots, optional=kept, remedy=remedy)
+        groups_of_states = iter(self._list_groups(names))
+
+        def rebuild(state: TorchState) -> TorchState:
+            members, hyper = next(groups_of_states)
+            slots = exchange.with_leaves(state.slots, loaded)
+            count = _count_updates(exchange.label, slots) if updates is None else updates
+            counts = {}
+            for name, old in named_leaves(state.counts).items():
+                counts[name] = old.clone() if name in without_state else torch.full_like(old, count)
+            numbers = _take_numbers(exchange.label, hyper, members, groups)
+            new_hyper = {}
+            for name, old in hyper.items():
+                new_hyper[name] = torch.full_like(old, numbers.get(name, float(old)))
+            new_counts = exchange.with_leaves(state.counts, counts)
+            return TorchState(torch.full_like(state.updates, count), slots, new_hyper, new_counts)
+
+        with exchange.raise_on_all_ranks():
+            rebuilt = TorchState.each(rebuild, self._opt_state)
+        # It compares numbers, and not the values of leaves that are split.
+        texts = dict.fromkeys(self.slots, "state") | dict.fromkeys(kept, "no state")
+        exchange.find_holders(named_leaves(rebuilt), texts)
+        return rebuilt
+
+    def _list_groups(self, names: Iterable[str]) -> list[ParameterGroup]:
+        """List the parameters and the numbers of each state, of the parameters of some names.
+
+        A class that keeps no tensors does not say whose state this is, so it counts for all trained parameters that
+        no other state has.
+        """
+        owner_sets = [set(map(parameter_of, named_leaves(state.slots))) for state in self.states]
+        others = set(names).difference(*owner_sets)
+        # All are frozen in a module that only gives names.
+        others = others - self._exchange.frozen or others
+        groups = []
+        for state, owners in zip(self.states, owner_sets, strict=True):
+            groups.append(ParameterGroup(owners or others, state.hyper))
+        return groups
 
 
 def _check_class(
@@ -222,79 +311,6 @@ def _check_class(
     text = f"a state with {sorted(expected)}, which this {cls.__name__} keeps"
     remedy = "pass an optimizer of the class and options that the state was made with"
     expect(names == expected, exchange.label, text, f"{sorted(names)}", remedy)
-
-
-def collect_slots(exchange: ModuleExchange, opt_state: Any) -> dict[str, Any]:
-    """Collect what torch classes keep in a state made by `from_torch`, by names such as exp_avg.layer.weight.
-
-    Raises:
-        ValueError: if it has state besides that torch's optimizers do not have.
-    """
-    problems = []
-    for name, leaf in named_leaves(TorchState.each(lambda state: None, opt_state)).items():
-        problems.append(Problem(name, f"is {describe(leaf)}, which is not of the state of fs.from_torch"))
-    remedy = "save it by fs.checkpoint.save, or pass the part that fs.from_torch made"
-    refuse(f"{exchange.label}: torch's optimizers have no such state", problems, remedy)
-    slots: dict[str, Any] = {}
-    for state in list_states(opt_state):
-        slots |= named_leaves(state.slots)
-    return slots
-
-
-def rebuild_state(
-    exchange: ModuleExchange,
-    like: Any,
-    entries: Mapping[str, Entry],
-    groups: Iterable[ParameterGroup],
-    updates: int | None,
-) -> Any:
-    """Read a state. That of a parameter that never had a gradient, of which torch has none, is as in `like`.
-
-    Args:
-        exchange: The exchange.
-        like: The state as it shall be.
-        entries: The entries by the names that `collect_slots` gives.
-        groups: The torch optimizer's groups. Hyperparameters that they lack stay as they are in `like`.
-        updates: How many updates were made; None takes the class's own count.
-
-    Raises:
-        ValueError: on every rank, if the number of updates is not known, or ranks read different states.
-    """
-    leaves = collect_slots(exchange, like)
-    names = set[str]().union(*(group.members for group in groups))
-    without_state = names.difference(map(parameter_of, entries)) if entries else set()
-    kept = [key for key in leaves if parameter_of(key) in without_state]
-    # Torch's Adagrad keeps state of frozen parameters too.
-    passed_over = exchange.frozen.difference(map(parameter_of, leaves))
-    wanted = {key: entry for key, entry in entries.items() if parameter_of(key) not in passed_over}
-    remedy = "pass the state of the same torch class and options, for the same module"
-    loaded = exchange.fill(wanted, leaves, optional=kept, remedy=remedy)
-    groups_of_states = iter(_list_groups(exchange, like, names))
-
-    def rebuild(state: TorchState) -> TorchState:
-        members, hyper = next(groups_of_states)
-        # Leaves that are None are in another part of a partition.
-        slots = exchange.with_leaves(state.slots, {key: loaded[key] for key in named_leaves(state.slots)})
-        count = _count_updates(exchange.label, slots) if updates is None else updates
-        counts = {}
-        for name, old in named_leaves(state.counts).items():
-            counts[name] = old.clone() if name in without_state else torch.full_like(old, count)
-        numbers = _take_numbers(exchange.label, hyper, members, groups)
-        new_hyper = {}
-        for name, old in hyper.items():
-            new_hyper[name] = torch.full_like(old, numbers.get(name, float(old)))
-        return TorchState(
-            updates=torch.full_like(state.updates, count),
-            slots=slots,
-            hyper=new_hyper,
-            counts=exchange.with_leaves(state.counts, counts),
-        )
-
-    with exchange.raise_on_all_ranks():
-        rebuilt = TorchState.each(rebuild, like)
-    # It compares numbers, and not the values of leaves that are split.
-    exchange.find_holders(named_leaves(rebuilt), dict.fromkeys(leaves, "state") | dict.fromkeys(kept, "no state"))
-    return rebuilt
 
 
 def _count_updates(label: str, slots: Mapping[str, Any]) -> int:
@@ -326,35 +342,6 @@ def _take_numbers(
             expected = f"one {name} in each state, and in each group of parameters"
             expect(number == first, label, expected, f"{first} and {number}", f"{remedy} {name}")
     return numbers
-
-
-def _list_groups(exchange: ModuleExchange, opt_state: Any, names: Iterable[str]) -> list[ParameterGroup]:
-    """List the parameters and the numbers of each state that `from_torch` made, of the parameters of some names.
-
-    A class that keeps no tensors does not say whose state this is, so it counts for all trained parameters that
-    no other state has.
-    """
-    states = list_states(opt_state)
-    owner_sets = [set(map(parameter_of, named_leaves(state.slots))) for state in states]
-    others = set(names).difference(*owner_sets)
-    # All are frozen in a module that only gives names.
-    others = others - exchange.frozen or others
-    return [ParameterGroup(owners or others, state.hyper) for state, owners in zip(states, owner_sets, strict=True)]
-
-
-def list_states(opt_state: Any) -> list[TorchState]:
-    """List the states that `from_torch` made, in any parts of a state."""
-    states: list[TorchState] = []
-    TorchState.each(states.append, opt_state)
-    return states
-
-
-def list_counts(opt_state: Any) -> dict[str, torch.Tensor]:
-    """List the number of updates of each parameter by name, if its first step is not one from zeros."""
-    counts: dict[str, torch.Tensor] = {}
-    for state in list_states(opt_state):
-        counts |= named_leaves(state.counts)
-    return counts
 
 
 def parameter_of(key: str) -> str:
