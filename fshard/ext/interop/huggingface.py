@@ -156,16 +156,15 @@ def load_huggingface(
         if names is None and is_pretrained(module):
             entries, optional = from_files(entries, module)
     leaves = exchange.leaves(like, needs_values=False, cast=cast, strict=strict)
-    if names is not None:
-        with exchange.raise_on_all_ranks():
+    with exchange.raise_on_all_ranks():
+        if names is not None:
             renamed = _rename(exchange.label, filter(exchange.saved_as, leaves), names)
             for name in chain(*exchange.saved.values(), exchange.unsaved):
                 renamed.setdefault(names(name), name)
-        # A tensor may have the name of a leaf that `names` calls otherwise, and must not be taken for it.
-        entries = {renamed.get(name, f"{name} (in the files)"): entry for name, entry in entries.items()}
-    present = {exchange.first.get(name, name) for name in entries}
-    absent = leaves.keys() - present - exchange.unsaved - optional
-    with exchange.raise_on_all_ranks():
+            # A tensor may have the name of a leaf that `names` calls otherwise, and must not be taken for it.
+            entries = {renamed.get(name, f"{name} (in the files)"): entry for name, entry in entries.items()}
+        present = {exchange.first.get(name, name) for name in entries}
+        absent = leaves.keys() - present - exchange.unsaved - optional
         # Weights that only the index has do no harm where every leaf is found, such as those of a tied head.
         if absent and lacking:
             raise CheckpointError(f"{lacking[0]}, which does not have it; fetch the directory anew")
