@@ -175,10 +175,9 @@ from fshard._compat import (
 )
 from fshard.checkpoint import files
 from fshard.checkpoint.boxes import Box, Entry, local_box
-from fshard.checkpoint.directory import open_regular
 from fshard.checkpoint.errors import expect_file
 from fshard.checkpoint.exchange import Exchange, join_ranks
-from fshard.checkpoint.files import lay_out
+from fshard.checkpoint.files import lay_out, open_regular
 from fshard.checkpoint.host_copies import copy_into
 from fshard.checkpoint.restore import read_box
 from fshard.checkpoint.save import choose_boxes, describe_state

@@ -5,14 +5,12 @@ import os
 import re
 import secrets
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
 
-from fshard.checkpoint.errors import CheckpointError, expect_file
+from fshard.checkpoint.errors import CheckpointError
 from fshard.checkpoint.files import MANIFEST
 from fshard.errors import shorten
 
@@ -24,12 +22,6 @@ _OLD = ".old-"
 _RANKS_AND_MARK = r"\.([1-9][0-9]{0,8})\.[0-9a-f]{16}"
 UNFINISHED = re.compile(rf"\.saving-({_SAVED.pattern}){_RANKS_AND_MARK}")
 _LEFTOVER = re.compile(rf"\.(?:saving|old)-{_SAVED.pattern}(?:{_RANKS_AND_MARK})?")
-
-
-def open_regular(path: Path) -> BufferedReader:
-    """Open a file to read it, but no pipe or device, which might never end; links are followed."""
-    expect_file(stat.S_ISREG(path.stat().st_mode), f"{path}", "a regular file", "something else")
-    return open(path, "rb")
 
 
 class SavedCheckpoint(NamedTuple):

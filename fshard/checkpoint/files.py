@@ -1,4 +1,4 @@
-"""The format of a checkpoint: a manifest, and files of safetensors; FORMAT.md describes it.
+"""The format of a checkpoint: a manifest, and files of safetensors, written and read; FORMAT.md describes it.
 
 Files are written in one pass, where the package's own writer needs all tensors of a file at once.
 """
@@ -8,9 +8,12 @@ import json
 import math
 import os
 import re
+import stat
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from io import BufferedReader
 from itertools import pairwise, product
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +25,18 @@ from fshard.checkpoint.boxes import Box
 from fshard.checkpoint.errors import CheckpointError, expect_file
 from fshard.shard import bytes_of
 
-__all__ = ["Chunk", "Manifest", "StoredLeaf", "decode_outline", "digest", "encode", "lay_out", "list_kinds", "merge"]
+__all__ = [
+    "Chunk",
+    "Manifest",
+    "StoredLeaf",
+    "decode_outline",
+    "digest",
+    "encode",
+    "lay_out",
+    "list_kinds",
+    "merge",
+    "name_of",
+]
 
 # A manifest begins with these bytes and its digest; a later version would begin otherwise.
 HEAD = b'{"format": "fshard.checkpoint",\n "version": 1,\n "digest": "'
@@ -288,3 +302,66 @@ def write_file(path: Path, header: bytes, tensors: Iterable[torch.Tensor] = ()) 
         file.flush()
         os.fsync(file.fileno())
     return checksums
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file to read it, but no pipe or device, which might never end; links are followed."""
+    expect_file(stat.S_ISREG(path.stat().st_mode), f"{path}", "a regular file", "something else")
+    return open(path, "rb")
+
+
+class CheckpointReader:
+    """The files of a checkpoint, each checked when it is first read.
+
+    It reads into the memory of the result and compares as it goes, where maps of files, as readers of safetensors make
+    them, cost a fault for each page and end the process when a file is cut short.
+
+    Attributes:
+        manifest: The manifest.
+        digest: Its digest.
+        starts: Returns where chunks begin in the file of a rank.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        """Read the manifest of a checkpoint."""
+        self._path = checkpoint
+        path = checkpoint / MANIFEST
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            expect_file(size <= MAX_MANIFEST_BYTES, f"{path}", f"at most {MAX_MANIFEST_BYTES} bytes", f"{size}")
+            # A read of the limit would take memory for all of it.
+            data = file.read(size)
+        self.manifest = decode(data, path)
+        self.digest = digest(data)
+        self.starts = cache(self._read_starts)
+        self._kinds = list_kinds(self.manifest)
+
+    def check_files(self) -> None:
+        """Refuse files that are not there, or of another size or header than follow from the manifest."""
+        for index in self._kinds:
+            self.starts(index)
+
+    def _read_starts(self, index: int) -> dict[str, int]:
+        """Return where chunks begin in a file, whose size and header follow from the manifest, byte for byte."""
+        path = self._path / file_name(index)
+        layout = lay_out(self._kinds[index], pairs=True)
+        with open_regular(path) as file:
+            header = file.read(len(layout.header))
+            size = os.fstat(file.fileno()).st_size
+        expect_file(size == layout.size, f"{path}", f"{layout.size} bytes", f"{size}")
+        if header != layout.header:
+            raise CheckpointError(
+                f"{path}: its header is not the one that follows from the manifest, so it was damaged"
+            )
+        return layout.starts
+
+    def read_chunk(self, path: str, chunk: Chunk, memory: torch.Tensor) -> None:
+        """Read a chunk of a leaf into contiguous memory on the host."""
+        file_path = self._path / file_name(chunk.file)
+        data = bytes_of(memory)
+        start = self.starts(chunk.file)[path]
+        with open_regular(file_path) as file:
+            file.seek(start)
+            is_whole = file.readinto(data) == len(data) and zlib.crc32(data) == chunk.checksum
+        if not is_whole:
+            raise CheckpointError(f"{file_path}: the elements of {path} do not match their checksum, so it was damaged")

@@ -14,7 +14,6 @@ from fshard.checkpoint.boxes import Box, Entry
 from fshard.checkpoint.directory import find_checkpoint, list_checkpoints
 from fshard.checkpoint.errors import CheckpointError, expect_file
 from fshard.checkpoint.exchange import Exchange
-from fshard.checkpoint.reader import CheckpointReader
 from fshard.errors import expect
 from fshard.mesh import Mesh
 from fshard.shard import choose_leaves
@@ -109,7 +108,7 @@ def restore(
             choice = checkpoint.step, checkpoint.path.name
     chosen_step, name = exchange.take_first(choice)
     with exchange.raise_on_all_ranks(directory):
-        reader = CheckpointReader(root / name)
+        reader = files.CheckpointReader(root / name)
         got_step = reader.manifest.step
         is_step = got_step == chosen_step
         expect_file(is_step, f"{root / name}", f"step {chosen_step} as its name says", f"step {got_step}")

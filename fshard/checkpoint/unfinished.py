@@ -7,7 +7,6 @@ from pathlib import Path
 
 from fshard.checkpoint import directory, files
 from fshard.checkpoint.errors import CheckpointError
-from fshard.checkpoint.reader import CheckpointReader
 
 
 class Unfinished:
@@ -93,7 +92,7 @@ class Unfinished:
         draft = self._temporary / f"manifest-{secrets.token_hex(8)}"
         files.write_file(draft, files.encode(files.merge(reports)))
         os.replace(draft, self.content / files.MANIFEST)
-        CheckpointReader(self.content).check_files()
+        files.CheckpointReader(self.content).check_files()
         directory.sync(self.content)
         os.rename(self.content, self.path)
 

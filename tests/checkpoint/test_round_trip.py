@@ -9,8 +9,7 @@ import torch
 
 import fshard as fs
 from fshard import checkpoint
-from fshard.checkpoint.files import decode
-from fshard.checkpoint.reader import CheckpointReader
+from fshard.checkpoint.files import CheckpointReader, decode
 from fshard.testing import spmd
 from tests.checkpoint.states import (
     ALL_TREES,
