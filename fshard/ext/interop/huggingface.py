@@ -93,7 +93,8 @@ def save_huggingface(
     texts = {"(directory)": f"{directory}"}
     for file, kinds in files.items():
         texts |= {f"({file}) {name}": f"{kind.dtype}{[*kind.shape]}" for name, kind in kinds.items()}
-    boxes = choose_boxes(exchange.rank, leaves, exchange.find_holders(leaves, texts))
+    holders = exchange.find_holders(leaves, texts)
+    boxes = choose_boxes(exchange.rank, leaves, holders)
     with new_files(exchange, directory, (CHECKSUMS, SINGLE, INDEX), files) as temporary:
         results = [tensors[name] for name in chain.from_iterable(files.values())]
         parts = _make_parts(exchange, leaves, boxes, results, full)

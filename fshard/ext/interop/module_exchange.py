@@ -152,8 +152,10 @@ class ModuleExchange(Exchange):
     def with_leaves(tree: Any, leaves: Mapping[str, Any]) -> Any:
         """Return a tree with other leaves, by their names; leaves that are None stay."""
         flat = flatten(tree)
-        pairs = zip(flat.names, flat.leaves, strict=True)
-        return flat.unflatten(leaf if leaf is None else leaves[name] for name, leaf in pairs)
+        new_leaves = []
+        for name, leaf in zip(flat.names, flat.leaves, strict=True):
+            new_leaves.append(None if leaf is None else leaves[name])
+        return flat.unflatten(new_leaves)
 
 
 def is_full(value: Any) -> bool:

@@ -262,8 +262,9 @@ class OptimizerStates:
             new_hyper = {}
             for name, old in hyper.items():
                 new_hyper[name] = torch.full_like(old, numbers.get(name, float(old)))
+            new_updates = torch.full_like(state.updates, count)
             new_counts = exchange.with_leaves(state.counts, counts)
-            return TorchState(torch.full_like(state.updates, count), slots, new_hyper, new_counts)
+            return TorchState(new_updates, slots, new_hyper, new_counts)
 
         with exchange.raise_on_all_ranks():
             rebuilt = TorchState.each(rebuild, self._opt_state)
