@@ -32,10 +32,7 @@ from typing import Any, NamedTuple
 
 import recovery_page
 import report
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.ext.recovery.kills import environment
-from tests.ext.recovery.launch import Event, Launch, follow
+from launch import Event, Launch, environment, follow
 
 WORKER = Path(__file__).with_name("recovery_worker.py")
 # A life is killed in this step of it.

@@ -45,7 +45,7 @@ KILLS = """- **Kills at any moment.** Of {kills} kills at random moments, of one
   {training} hit steps and saves, and {recovery} a recovery. {hosts} took a whole host with its memory, and after
   {launches} the job was launched anew with another number of ranks. No state was lost: {repeated} of {restarts}
   restarts repeated one completed step, and none repeated more. None was torn, and each state had the bits of a run
-  without kills (`recovery-kills.json`, by `python -m tests.ext.recovery`).
+  without kills (`recovery-kills.json`, by `benchmarks/kills.py`).
 """
 
 

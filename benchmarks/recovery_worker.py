@@ -4,14 +4,12 @@ It imports no more than the system that it trains, and tells by events how far i
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.ext.recovery.launch import EventWriter, process_start
+from launch import EventWriter, process_start
 
 # As in rivals.py, which imports all systems.
 ADAMW = {"lr": 1e-3, "fused": True}

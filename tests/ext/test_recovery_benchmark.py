@@ -6,34 +6,33 @@ import sys
 
 import pytest
 
-from tests.ext.recovery.kills import ROOT
-from tests.ext.recovery.launch import Event
 from tests.test_benchmarks import benchmark
+from tests.test_processes import ROOT
 
 # torch's ZeroRedundancyOptimizer warns of what it imports.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")
 TIMES = {"created": 0.25, "imported": 0.5, "mesh": 1.0, "built": 1.5, "restored": 1.75}
 
 
-def events_of(life, first, last):
+def events_of(event, life, first, last):
     """The events of two ranks in one life, of steps of a second; rank 1 is later by an eighth."""
     start = 10.0 * life
     for rank in range(2):
         late = start + rank / 8
         pid = 10 * life + rank
         for name, seconds in TIMES.items():
-            yield Event(rank, pid, name, late + seconds, {"step": first} if name == "restored" else {})
+            yield event(rank, pid, name, late + seconds, {"step": first} if name == "restored" else {})
         for step in range(first + 1, last + 1):
             begin = late + 1.0 + step - first
-            yield Event(rank, pid, "step begins", begin, {"step": step})
-            yield Event(rank, pid, "step", begin + 1.0, {"step": step})
+            yield event(rank, pid, "step begins", begin, {"step": step})
+            yield event(rank, pid, "step", begin + 1.0, {"step": step})
 
 
 def recover(recovery, first):
     """A recovery from a kill at 10 s, when both ranks had completed step 7, which goes on from a step."""
-    before = [event for event in events_of(0, 0, 7) if event.time > 8.5]
+    before = [event for event in events_of(recovery.Event, 0, 0, 7) if event.time > 8.5]
     found = recovery.Recovery(10.0, 1, before, completed=7)
-    found.after += events_of(1, first, 9)
+    found.after += events_of(recovery.Event, 1, first, 9)
     return found
 
 

@@ -1,20 +1,45 @@
-"""Launches whose ranks are killed at random moments, and what their states are compared with: an undisturbed run's."""
+"""Kill ranks at random moments of a launch, and count what is lost.
 
-import os
+    python benchmarks/kills.py --kills 100 --ranks 2 4 --write
+    python benchmarks/kills.py --kills 20 --ranks 4 --forms eager --hosts 2 --seed 10 --write
+    python benchmarks/kills.py --kills 20 --ranks 4 2 --forms eager --resize --seed 20 --write
+
+Half of the kills hit a rank while it trains: in a step, in `save`, or in what is written and copied behind it. The
+other half hit one while it recovers: while it imports, meets the others, builds its program, restores, or takes its
+first step. A kill is of one rank, of half of them, or of all. Each state that a rank has, restored or computed, is
+compared bit for bit with that of a run without kills. `--write` adds each row to
+`benchmarks/results/recovery-kills.json` as soon as it is complete, in the place of one of its name and seed, so that
+many kills can be made in parts.
+
+`--hosts` spreads the ranks over network namespaces with a memory each, and half of the kills take a whole host with its
+memory. `--resize` launches the job anew after each kill, with the next of the numbers of ranks, and sums in a tree.
+Each launch imports torch anew, so that a kill takes ten seconds and more.
+"""
+
+import argparse
+import json
 import random
 import shutil
 import statistics
 import sys
+import tempfile
+import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.ext.recovery.launch import Event, Launch, follow
-from tests.ext.recovery.program import HOST
+import kills_worker
+import report
+import torch.distributed as dist
+from launch import Event, Launch, environment, follow
 
-ROOT = Path(__file__).resolve().parents[3]
+from fshard.testing import spmd
+
 # Of hosts that are network namespaces, as benchmarks/hosts.py makes them, and of the launchers' rendezvous there.
 ADDRESS, PORT = "10.77.0.{}", 29411
 # As docs/how_to/when_a_rank_fails.md says. Launchers count restarts apart. Where they share torchrun's store, ranks may
@@ -203,12 +228,18 @@ class Killer:
             shutil.rmtree(self._memory / host, ignore_errors=True)
 
 
+def options_of(setting: Setting) -> list[str]:
+    """What the program computes."""
+    options = ["--form", setting.form]
+    if setting.has_tree_sums:
+        options += ["--reduction-order", "tree"]
+    return options
+
+
 def commands(setting: Setting, folder: Path, steps: int, restarts: int) -> list[list[str]]:
     """The command lines of a launch, one for each host, whose checkpoints are in the folder."""
-    program = [str(ROOT / "tests/ext/recovery/program.py"), str(folder / "events"), str(folder / "checkpoints")]
-    program += ["--steps", str(steps), "--form", setting.form]
-    if setting.has_tree_sums:
-        program += ["--reduction-order", "tree"]
+    program = [kills_worker.__file__, str(folder / "events"), str(folder / "checkpoints")]
+    program += ["--steps", str(steps), *options_of(setting)]
     if setting.uses_memory:
         program += ["--memory", str(folder / "memory/{host}"), "--every", str(setting.every)]
     launcher = [sys.executable, "-m", setting.launcher, "--monitor-interval", "0.02"]
@@ -217,7 +248,7 @@ def commands(setting: Setting, folder: Path, steps: int, restarts: int) -> list[
         return [[*launcher, "--standalone", *program]]
     lines = []
     for number, host in enumerate(setting.hosts):
-        on_host = ["ip", "netns", "exec", host, "env", f"{HOST}={host}", *VARIABLES]
+        on_host = ["ip", "netns", "exec", host, "env", f"{kills_worker.HOST}={host}", *VARIABLES]
         rendezvous = ["--nnodes", str(len(setting.hosts)), "--rdzv-backend", "c10d", "--rdzv-id", folder.name]
         rendezvous += ["--rdzv-endpoint", f"{ADDRESS.format(1)}:{PORT}", "--local-addr", ADDRESS.format(number + 1)]
         rendezvous += ["--rdzv-conf", f"is_host={number == 0}"]
@@ -225,23 +256,34 @@ def commands(setting: Setting, folder: Path, steps: int, restarts: int) -> list[
     return lines
 
 
-def environment() -> dict[str, str]:
-    """The environment of launchers, whose ranks find this package."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+class Recorder:
+    """Takes the events of simulated ranks."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._lock = threading.Lock()
+
+    def write(self, name: str, **values: Any) -> None:
+        rank = dist.get_rank()
+        with self._lock:
+            self._ledger.add(Event(rank, rank, name, time.monotonic(), values))
 
 
-def run(
-    setting: Setting, folder: Path, steps: int, kills: Sequence[Kill], expected: Mapping[tuple[int, int], str]
-) -> Ledger:
-    """Launch the program and kill its ranks; it must end by itself, and leave nothing in memory.
+def simulate(setting: Setting, steps: int, folder: Path) -> Ledger:
+    """Record what simulated ranks do without kills, whose bits are those of processes."""
+    ledger = Ledger(setting.ranks, {})
+    options = ["--steps", str(steps), "--every", "1000", *options_of(setting)]
+    args = kills_worker.parse_args(["", str(folder / "undisturbed"), *options])
+    spmd(lambda: kills_worker.train(args, Recorder(ledger)), setting.ranks)
+    return ledger
 
-    Returns:
-        What its ranks did.
-    """
-    shutil.rmtree(folder, ignore_errors=True)
-    ledger = Ledger(setting.ranks, expected)
-    run_to_the_end(setting, folder, steps, kills, ledger)
+
+def run(setting: Setting, folder: Path, steps: int, kills: Sequence[Kill], undisturbed: Ledger) -> Ledger:
+    """Launch the program and kill its ranks; it must end by itself, leave nothing in memory, and have the same bits."""
+    ledger = Ledger(setting.ranks, undisturbed.digests)
+    run_to_the_end(setting, folder / "killed", steps, kills, ledger)
+    if ledger.whole != undisturbed.whole:
+        ledger.problems.append("the parameters at the end have other bits")
     return ledger
 
 
@@ -274,9 +316,7 @@ def launch_once(
         return launch.output() if any(launch.codes()) else ""
 
 
-def prove_resized(
-    settings: Sequence[Setting], folder: Path, kills: int, seed: int, undisturbed: Mapping[int, Ledger]
-) -> dict[str, Any]:
+def prove_resized(settings: Sequence[Setting], folder: Path, kills: int, seed: int) -> dict[str, Any]:
     """Kill a launch, and launch the same job anew with another number of ranks, again and again.
 
     Args:
@@ -284,22 +324,21 @@ def prove_resized(
         folder: For all files.
         kills: How many.
         seed: Decides when, and of which ranks.
-        undisturbed: What ranks do without kills in `steps_of(kills)` steps, by their number.
 
     Returns:
         As `prove`.
     """
-    shutil.rmtree(folder, ignore_errors=True)
     draw = random.Random(seed)
     steps = steps_of(kills)
+    undisturbed = {setting.ranks: simulate(setting, steps, folder / str(setting.ranks)) for setting in settings}
     total = Ledger(0, {})
     for number in range(kills + 1):
         setting = settings[number % len(settings)]
         ledger = Ledger(setting.ranks, undisturbed[setting.ranks].digests, total.completed)
         if number < kills:
-            launch_once(setting, folder, steps, [draw_kill(draw, setting)], ledger, restarts=0)
+            launch_once(setting, folder / "killed", steps, [draw_kill(draw, setting)], ledger, restarts=0)
         else:
-            run_to_the_end(setting, folder, steps, (), ledger)
+            run_to_the_end(setting, folder / "killed", steps, (), ledger)
         total.completed = ledger.completed
         total.kills += ledger.kills
         total.problems += ledger.problems
@@ -307,7 +346,7 @@ def prove_resized(
             total.repeated[number] = max(ledger.repeated.values())
     if len({*ledger.whole.values()}.union(*(other.whole.values() for other in undisturbed.values()))) != 1:
         total.problems.append("the parameters at the end have other bits")
-    return summarize(settings[0], total, total.problems)
+    return summarize(settings[0], total)
 
 
 def steps_of(kills: int) -> int:
@@ -315,7 +354,7 @@ def steps_of(kills: int) -> int:
     return MOST_STEPS * kills + 5
 
 
-def prove(setting: Setting, folder: Path, kills: int, seed: int, undisturbed: Ledger | None = None) -> dict[str, Any]:
+def prove(setting: Setting, folder: Path, kills: int, seed: int) -> dict[str, Any]:
     """Compare a run that is killed many times with one that is not.
 
     Args:
@@ -323,22 +362,17 @@ def prove(setting: Setting, folder: Path, kills: int, seed: int, undisturbed: Le
         folder: For all files.
         kills: How many.
         seed: Decides when, and of which ranks.
-        undisturbed: What ranks do without kills in `steps_of(kills)` steps; None launches them.
 
     Returns:
         The numbers of kills, of steps that were repeated and of states that were lost or torn, and times.
     """
     steps = steps_of(kills)
-    undisturbed = undisturbed or run(setting, folder / "undisturbed", steps, (), {})
-    draw = random.Random(seed)
-    killed = run(setting, folder / "killed", steps, draw_kills(draw, setting, kills), undisturbed.digests)
-    problems = undisturbed.problems + killed.problems
-    if killed.whole != undisturbed.whole:
-        problems.append("the parameters at the end have other bits")
-    return summarize(setting, killed, problems)
+    drawn = draw_kills(random.Random(seed), setting, kills)
+    ledger = run(setting, folder, steps, drawn, simulate(setting, steps, folder))
+    return summarize(setting, ledger)
 
 
-def summarize(setting: Setting, ledger: Ledger, problems: Sequence[str]) -> dict[str, Any]:
+def summarize(setting: Setting, ledger: Ledger) -> dict[str, Any]:
     """What is written of a launch."""
     moments = Counter(kill.event for _, kill in ledger.kills)
     victims = Counter("a host" if kill.hosts else str(len(kill.ranks)) for _, kill in ledger.kills)
@@ -352,7 +386,85 @@ def summarize(setting: Setting, ledger: Ledger, problems: Sequence[str]) -> dict
         "restarts": len(repeated),
         "repeated_steps": {str(number): count for number, count in sorted(Counter(repeated).items())},
         "lost": sum(number > 1 for number in repeated),
-        "torn": sum("other bits" in problem for problem in problems),
-        "problems": list(problems),
+        "torn": sum("other bits" in problem for problem in ledger.problems),
+        "problems": ledger.problems,
         "seconds": {"median": statistics.median(seconds), "maximum": max(seconds)} if seconds else None,
     }
+
+
+def main() -> int:
+    args = parse_args()
+    rows: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=args.directory) as folder, network(args.hosts) as hosts:
+        for name, prove in runs(args, hosts):
+            rows[name] = prove(Path(folder) / name)
+            for problem in rows[name]["problems"]:
+                print(f"{name}: {problem}", file=sys.stderr)
+            if args.write:
+                add_row(args.results, name, rows[name])
+    show(rows)
+    return any(row["problems"] or row["lost"] for row in rows.values())
+
+
+def add_row(path: Path, name: str, row: dict[str, Any]) -> None:
+    """Add a row to a file of results, whose circumstances become those of this row."""
+    results = report.circumstances("kills")
+    results["runs"] = json.loads(path.read_text())["runs"] if path.exists() else {}
+    results["runs"][name] = row
+    report.write_json(path, results)
+
+
+@contextmanager
+def network(count: int) -> Iterator[tuple[str, ...]]:
+    """Make namespaces for some hosts; none for one."""
+    if count == 1:
+        yield ()
+        return
+    import hosts
+
+    with hosts.hosts(count, rate=1.0) as names:
+        yield tuple(names)
+
+
+def runs(args: argparse.Namespace, hosts: tuple[str, ...]) -> Iterator[tuple[str, Callable[[Path], dict[str, Any]]]]:
+    """The name of each row, and what makes it in a folder."""
+    setting = Setting(args.launcher, args.ranks[0], "eager", not args.disk, hosts=hosts)
+    if args.resize:
+        for form in args.forms:
+            each = setting._replace(form=form, has_tree_sums=True, job="resized")
+            settings = [each._replace(ranks=ranks) for ranks in args.ranks]
+            name = f"{' and '.join(map(str, args.ranks))} ranks by turns, {form}, seed {args.seed}"
+            yield name, partial(prove_resized, settings, kills=args.kills // len(args.forms), seed=args.seed)
+        return
+    pairs = list(product(args.ranks, args.forms))
+    for number, (ranks, form) in enumerate(pairs):
+        share = args.kills // len(pairs) + (number < args.kills % len(pairs))
+        each = setting._replace(ranks=ranks, form=form)
+        seed = args.seed + number
+        name = f"{ranks} ranks, {form}" + f", {len(hosts)} hosts" * bool(hosts) + f", seed {seed}"
+        yield name, partial(prove, each, kills=share, seed=seed)
+
+
+def show(rows: dict[str, Any]) -> None:
+    columns = ("kills", "restarts", "lost", "torn")
+    report.print_table("Kills", columns, {name: [f"{row[key]}" for key in columns] for name, row in rows.items()})
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20, help="of all runs together")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--forms", nargs="+", choices=("eager", "jitted"), default=["eager", "jitted"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--launcher", default="fshard.run", help="a module, such as torch.distributed.run")
+    parser.add_argument("--hosts", type=int, default=1, help="network namespaces, which need root and iproute2")
+    parser.add_argument("--resize", action="store_true", help="launch anew after each kill, with other --ranks")
+    parser.add_argument("--disk", action="store_true", help="save each step to --directory, without generations")
+    parser.add_argument("--directory", default="/dev/shm", help="of all files")
+    parser.add_argument("--write", action="store_true", help="add the rows to the file of results")
+    parser.add_argument("--results", type=Path, default=report.RESULTS / "recovery-kills.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -140,6 +140,12 @@ class Launch:
             self.hosts[event.rank] = event.values.get("host", "")
 
 
+def environment() -> dict[str, str]:
+    """The environment of launchers, whose ranks find this package."""
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+
+
 def make_pipe(folder: Path) -> int:
     """Make the pipe `events` and open it so that it has no end while launchers start ranks again."""
     path = folder / "events"

@@ -1,32 +1,53 @@
 """A run whose ranks are killed again and again loses no state, and ends with the bits of a run without kills."""
 
 import itertools
+import os
 import random
+import shutil
+import sys
 
 import pytest
 
-from tests.ext.recovery import kills
-from tests.ext.recovery.launch import Event
-from tests.ext.recovery.simulated import simulate
+from tests.test_processes import ROOT
 
+sys.path.append(str(ROOT / "benchmarks"))
+import kills
+from launch import Event
+
+SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]
+NEEDS_ROOT = [
+    *SLOW,
+    # torch's ZeroRedundancyOptimizer, which the benchmark of hosts imports, warns of what it imports.
+    pytest.mark.filterwarnings("ignore:.torch.jit"),
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"),
+        reason="network namespaces need root and iproute2",
+    ),
+]
 RUN, TORCHRUN = "fshard.run", "torch.distributed.run"
+# What is launched, how many kills of one rank, of half of them or of all, and the seed of their moments.
+LAUNCHES = {
+    "eager": (kills.Setting(RUN, 2, "eager"), 2, 5),
+    "jitted": (kills.Setting(RUN, 2, "jitted"), 20, 5),
+    "four ranks": (kills.Setting(RUN, 4, "eager"), 20, 5),
+    "torchrun": (kills.Setting(TORCHRUN, 2, "jitted"), 6, 1),
+    "each step saved to the disk": (kills.Setting(RUN, 2, "eager", uses_memory=False), 6, 2),
+}
 
 
-def check(row, most_repeated=1):
-    """Nothing was lost or torn, and no more steps were repeated than may be."""
+def check(row):
+    """Nothing was lost or torn, and no more than one step was repeated."""
     assert row["problems"] == []
     assert row["kills"] > 0
-    assert max(map(int, row["repeated_steps"])) <= most_repeated
+    assert max(map(int, row["repeated_steps"])) <= 1
     assert row["lost"] == row["torn"] == 0
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("ranks, form, number", [(2, "eager", 2), (2, "jitted", 20), (4, "eager", 20)])
-def test_kills_at_random_moments(ranks, form, number, tmp_path):
-    """Of one rank, of half of them or of all, in steps, saves and recoveries."""
-    undisturbed = simulate(ranks, form, kills.steps_of(number), tmp_path / "simulated")
-    row = kills.prove(kills.Setting(RUN, ranks, form), tmp_path, number, 5, undisturbed)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW) for name in LAUNCHES])
+def test_kills_at_random_moments(name, tmp_path):
+    """In steps, saves and recoveries."""
+    setting, number, seed = LAUNCHES[name]
+    row = kills.prove(setting, tmp_path, number, seed)
     check(row)
     assert {*row["moments"]} & {*kills.TRAINING}
     assert {*row["moments"]} & {*kills.RECOVERY}
@@ -36,27 +57,38 @@ def test_kills_at_random_moments(ranks, form, number, tmp_path):
 @pytest.mark.timeout(900)
 def test_a_job_that_is_launched_anew_with_another_number_of_ranks(tmp_path):
     """After each kill, from the memory that the launch before has left; sums in a tree have the same bits."""
-    settings = []
-    undisturbed = {}
-    for ranks in (4, 2, 1):
-        settings.append(kills.Setting(RUN, ranks, "eager", has_tree_sums=True, job="resized"))
-        options = ("--reduction-order", "tree")
-        undisturbed[ranks] = simulate(ranks, "eager", kills.steps_of(6), tmp_path / f"{ranks}", *options)
-    row = kills.prove_resized(settings, tmp_path / "killed", 6, 3, undisturbed)
+    settings = [kills.Setting(RUN, ranks, "eager", has_tree_sums=True, job="resized") for ranks in (4, 2, 1)]
+    row = kills.prove_resized(settings, tmp_path, 6, 3)
     check(row)
     assert row["restarts"] > 2
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_kills_under_torchrun(tmp_path):
-    check(kills.prove(kills.Setting(TORCHRUN, 2, "jitted"), tmp_path, 6, seed=1))
+@pytest.fixture
+def two_hosts():
+    """A launch of four ranks on two network namespaces of this machine, with a memory each."""
+    with kills.network(2) as hosts:
+        yield kills.Setting(RUN, 4, "eager", hosts=hosts)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_kills_of_a_run_that_saves_each_step_to_the_disk(tmp_path):
-    check(kills.prove(kills.Setting(RUN, 2, "eager", uses_memory=False), tmp_path, 6, seed=2))
+@pytest.mark.parametrize("number", [pytest.param(8, marks=NEEDS_ROOT)])
+def test_kills_of_ranks_and_of_whole_hosts(two_hosts, number, tmp_path):
+    """At random moments; a host's ranks all at once, with their memory: their shards come from the neighbour's."""
+    row = kills.prove(two_hosts, tmp_path, number, 4)
+    check(row)
+    assert row["ranks_killed"]["a host"] > 1
+
+
+@pytest.mark.parametrize("steps", [pytest.param(20, marks=NEEDS_ROOT)])
+def test_neighbours_that_are_lost_together_leave_the_disk(two_hosts, steps, tmp_path):
+    """Both memories are gone: the run goes on from the last checkpoint, and says so."""
+    setting = two_hosts._replace(every=5)
+    # In the middle of step 9.
+    kill = kills.Kill("step begins", 9, 0.5, hosts=setting.hosts)
+    ledger = kills.run(setting, tmp_path, steps, [kill], kills.simulate(setting, steps, tmp_path))
+    assert ledger.problems == []
+    assert ledger.repeated == {0: 0, 1: 3}
+    printed = "".join((tmp_path / f"killed/output-{number}").read_text() for number in range(2))
+    assert "no state in memory is whole" in printed
 
 
 def event(rank, name, life, **values):
@@ -87,7 +119,7 @@ def test_a_ledger_counts_what_a_kill_has_cost(restored, digest, repeated, lost, 
     ledger.kills.append((0.0, kills.Kill("step", 1, 0.5, (0,))))
     for each in life_of(1, restored, 6, digests | {restored: digest}):
         ledger.add(each)
-    row = kills.summarize(kills.Setting(RUN, 2, "eager"), ledger, ledger.problems)
+    row = kills.summarize(kills.Setting(RUN, 2, "eager"), ledger)
     assert row["repeated_steps"] == {str(repeated): 1}
     assert (row["lost"], row["torn"]) == (lost, torn)
     assert len(ledger.problems) == torn

@@ -1,4 +1,4 @@
-"""The program that is killed: a few layers trained from a state that follows from nothing but the number of the step.
+"""The program that `kills.py` kills: a few layers, trained on rows that follow from the number of the step.
 
 Each rank tells what it does by events, and what bits it has by digests of all shards of its state.
 """
@@ -7,11 +7,10 @@ import argparse
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.ext.recovery.launch import EventWriter, process_start
+from launch import EventWriter, process_start
 
 WIDTH, LAYERS, ROWS = 256, 4, 8
 # The variable with the name of the host that a rank runs on, where one machine has several.
@@ -52,7 +51,7 @@ def train(args: argparse.Namespace, events: EventWriter) -> None:
     step, create = make_program(mesh, args)
     with fs.checkpoint.Manager(args.directory, **options_of(args)) as manager:
         events.write("restore begins")
-        state = manager.restore_or(create) if hasattr(manager, "restore_or") else restore_or(manager, create)
+        state = manager.restore_or(create)
         events.write("restored", step=int(state.step), digest=digest(state))
         for number in range(int(state.step), args.steps):
             events.write("step begins", step=number + 1)
@@ -70,12 +69,6 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
     if args.memory:
         options["memory"] = args.memory.format(host=os.environ.get(HOST, ""))
     return options
-
-
-def restore_or(manager: Any, create: Callable[[], Any]) -> Any:
-    """The newest state, or one that is created."""
-    state = create()
-    return state if manager.latest_step() is None else manager.restore(like=state)
 
 
 def make_program(mesh: Any, args: argparse.Namespace) -> tuple[Callable[..., Any], Callable[[], Any]]:
@@ -98,10 +91,9 @@ def make_program(mesh: Any, args: argparse.Namespace) -> tuple[Callable[..., Any
         loss, grads = fs.accumulate(loss_fn, reduction_order=order)(state.params, microbatches)
         return fs.update(tx, state, grads), loss
 
-    jit = partial(fs.jit, donate_argnums=0)
-    if args.form == "jitted" and hasattr(fs, "graph_cache"):
-        jit = partial(jit, cache=fs.graph_cache(args.directory / "graphs"))
-    run = jit(train_step) if args.form == "jitted" else train_step
+    run = train_step
+    if args.form == "jitted":
+        run = fs.jit(train_step, donate_argnums=0, cache=fs.graph_cache(args.directory / "graphs"))
 
     def step(state: Any, number: int) -> Any:
         rows = torch.randn(4, ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
