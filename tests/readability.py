@@ -1,15 +1,14 @@
 """How each file of the package reads: density, names, branches, types. `make house` prints the table.
 
-`python -m tests.readability` prints it, with the totals that `tests/BUDGET.md` limits; `--write` writes both there:
-the table as it is, the limits where they went down. These are signs, not aims: a function that is cut into four which
-must be read together is worse than one.
+`python -m tests.readability` prints it, with the totals that `tests/BUDGET.md` limits; `--write` writes limits there
+where the totals went down. These are signs, not aims: a function that is cut into four which must be read together is
+worse than one.
 """
 
 import ast
 import re
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +24,6 @@ VERBS = {"embed", "exceed", "feed", "need", "proceed", "seed", "shed", "speed", 
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 BRANCHES = ast.If | ast.IfExp | ast.For | ast.While | ast.ExceptHandler | ast.match_case
-MARK = "| file |"
 
 
 class Reading(NamedTuple):
@@ -34,127 +32,83 @@ class Reading(NamedTuple):
     tokens: int  # tokens of code
     lines: int  # lines of code
     comprehensions: int  # comprehensions and generator expressions
-    name_letters: int  # letters of the names that the file binds, each name once
-    names: int  # how many names it binds
+    letters: float  # letters of a name that the file binds, in the mean
     branches: int  # branches of the function that has most
-    parameters: int  # parameters of the function that has most, but for `self` and `cls`
+    parameters: int  # parameters of the function that has most
     attributes: int  # attributes of the class that has most
     any_parameters: int  # parameters that may be anything
     type_ignores: int  # lines that mypy is told to pass over
-    weak_names: int  # how often a name of `WEAK_NAMES` is bound
-    participles: int  # functions whose name is a participle, such as `owned`
-
-    @property
-    def density(self) -> float:
-        """Tokens a line of code."""
-        return self.tokens / max(self.lines, 1)
-
-    def row(self) -> str:
-        """The columns of the table."""
-        comprehensions = 100 * self.comprehensions / max(self.lines, 1)
-        length = self.name_letters / max(self.names, 1)
-        columns = (
-            f"{self.tokens:,}",
-            f"{self.density:.1f}",
-            f"{comprehensions:.0f}",
-            f"{length:.1f}",
-            *(self.branches, self.parameters, self.attributes, self.any_parameters, self.type_ignores),
-            *(self.weak_names, self.participles),
-        )
-        return " | ".join(map(str, columns))
-
-
-COLUMNS = (
-    *("file", "tokens", "tokens a line", "comprehensions / 100 lines", "letters a name", "branches, worst function"),
-    *("parameters, worst function", "attributes, largest class", "`Any` parameters", "type-ignores", "weak names"),
-    "participles",
-)
+    weak_names: list[str]  # lines and names that bind one of `WEAK_NAMES`
+    participles: list[str]  # lines and names of functions that a participle names, such as `owned`
 
 
 def read(text: str) -> Reading:
     """Measure one file."""
-    tree = parsed(text)
     size = measure(text)
-    nodes = list(ast.walk(tree))
+    nodes = list(ast.walk(parsed(text)))
     functions = [node for node in nodes if isinstance(node, FUNCTIONS)]
-    parameters = [parameter for function in functions for parameter in parameters_of(function)]
-    bound = Counter(bound_names(nodes))
-    names = {name.strip("_") for name in bound} - {""}
+    parameters = [list(parameters_of(function)) for function in functions]
+    bound = list(bound_names(nodes))
+    names = {name.strip("_") for _, name in bound} - {""}
     return Reading(
         tokens=size.tokens,
         lines=size.lines,
         comprehensions=sum(isinstance(node, COMPREHENSIONS) for node in nodes),
-        name_letters=sum(map(len, names)),
-        names=len(names),
+        letters=sum(map(len, names)) / max(len(names), 1),
         branches=max(map(branches_of, functions), default=0),
-        parameters=max((len(list(parameters_of(function))) for function in functions), default=0),
+        parameters=max(map(len, parameters), default=0),
         attributes=max((len(attributes_of(node)) for node in nodes if isinstance(node, ast.ClassDef)), default=0),
-        any_parameters=sum(mentions_any(parameter.annotation) for parameter in parameters),
+        any_parameters=sum("Any" in names_in(parameter.annotation) for each in parameters for parameter in each),
         type_ignores=text.count("# type: ignore"),
-        weak_names=sum(bound[name] for name in WEAK_NAMES),
-        participles=sum(is_participle(function.name) for function in functions),
+        weak_names=[f"{line} {name}" for line, name in bound if name in WEAK_NAMES],
+        participles=[f"{each.lineno} {each.name}" for each in functions if is_participle(each.name)],
     )
 
 
 def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.arg]:
     """List the parameters of a function, but for `self` and `cls`."""
     arguments = function.args
-    for parameter in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
-        if parameter.arg not in ("self", "cls"):
-            yield parameter
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    yield from (parameter for parameter in named if parameter.arg not in ("self", "cls"))
     yield from filter(None, (arguments.vararg, arguments.kwarg))
 
 
-def bound_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """List the names of values that a file binds: variables, parameters and fields, as often as it does."""
+def bound_names(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
+    """List lines and names of the values that a file binds: variables, parameters and fields, as often as it does."""
     for node in nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
+            yield node.lineno, node.id
         elif isinstance(node, ast.arg) and node.arg not in ("self", "cls"):
-            yield node.arg
+            yield node.lineno, node.arg
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.attr
+            yield node.lineno, node.attr
 
 
 def branches_of(function: ast.AST) -> int:
     """Count the places where a function goes one way or another, loops included."""
     count = 0
     for node in ast.walk(function):
-        if isinstance(node, BRANCHES):
-            count += 1
-        elif isinstance(node, ast.comprehension):
-            count += 1 + len(node.ifs)
-        elif isinstance(node, ast.BoolOp):
-            count += len(node.values) - 1
+        count += isinstance(node, BRANCHES)
+        count += 1 + len(node.ifs) if isinstance(node, ast.comprehension) else 0
+        count += len(node.values) - 1 if isinstance(node, ast.BoolOp) else 0
     return count
 
 
 def attributes_of(cls: ast.ClassDef) -> set[str]:
     """Collect the fields that a class declares and the attributes that its methods assign to `self`."""
-    attributes = {
-        statement.target.id
-        for statement in cls.body
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
-    }
-    for node in ast.walk(cls):
-        is_stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-        if is_stored and isinstance(node.value, ast.Name) and node.value.id == "self":
-            attributes.add(node.attr)
-    return attributes
+    fields = [statement.target for statement in cls.body if isinstance(statement, ast.AnnAssign)]
+    stored = [node for node in ast.walk(cls) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    return {ast.unparse(field) for field in fields} | {n.attr for n in stored if ast.unparse(n.value) == "self"}
 
 
-def mentions_any(annotation: ast.expr | None) -> bool:
-    """Tell whether an annotation is `Any`, alone or as one of several types."""
-    return annotation is not None and any(
-        isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(annotation)
-    )
+def names_in(annotation: ast.expr | None) -> set[str]:
+    return {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)} if annotation else set()
 
 
 def is_participle(name: str) -> bool:
     """Tell whether a function is called by what it returns, such as `owned`, and not by what it does."""
     last = name.rpartition("_")[2]
-    is_question = name.startswith(("is_", "has_", "was_"))
-    return bool(PARTICIPLE.fullmatch(last)) and last not in VERBS and not is_question
+    return bool(PARTICIPLE.fullmatch(last)) and last not in VERBS and not name.startswith(("is_", "has_", "was_"))
 
 
 def readings() -> dict[str, Reading]:
@@ -169,10 +123,10 @@ def totals(files: Mapping[str, Reading]) -> dict[str, float]:
     lines = sum(reading.lines for reading in measured)
     return {
         "tokens a line": round(sum(reading.tokens for reading in measured) / lines, 1),
-        f"files of over {DENSE} tokens a line": sum(reading.density > DENSE for reading in measured),
+        f"files of over {DENSE} tokens a line": sum(each.tokens > DENSE * each.lines for each in measured),
         "comprehensions per 100 lines": round(100 * sum(reading.comprehensions for reading in measured) / lines, 1),
-        "weak names": sum(reading.weak_names for reading in measured),
-        "participles": sum(reading.participles for reading in measured),
+        "weak names": sum(len(reading.weak_names) for reading in measured),
+        "participles": sum(len(reading.participles) for reading in measured),
     }
 
 
@@ -182,52 +136,40 @@ def limits(text: str) -> dict[str, float]:
     return {name: float(limit) for limit, name in rows}
 
 
-def excesses(sums: Mapping[str, float], most: Mapping[str, float]) -> list[str]:
-    """Name the totals that are over their limits, or have none."""
-    errors = [f"package: expected a limit of {name}" for name in sums.keys() - most.keys()]
-    for name, total in sums.items():
-        if total > most.get(name, total):
+def excesses(files: Mapping[str, Reading], most: Mapping[str, float]) -> list[str]:
+    """Name the totals that are over their limits, and the names that count."""
+    errors = []
+    for name, total in totals(files).items():
+        if total > most[name]:
             errors.append(f"package: expected at most {most[name]:g} {name}, got {total:g}")
-    return sorted(errors)
-
-
-def risen_names(files: Mapping[str, Reading], text: str) -> list[str]:
-    """Name the files that have more weak names or participles than their rows say, with the participles."""
-    lines = []
-    for name, reading in files.items():
-        row = re.search(rf"^\| `{re.escape(name)}` \|.* (\d+) \| (\d+) \|$", text, re.MULTILINE)
-        weak_names, participles = map(int, row.groups()) if row else (0, 0)
-        if reading.weak_names > weak_names:
-            lines.append(f"{name}: {reading.weak_names} weak names, its row says {weak_names}")
-        if reading.participles > participles:
-            nodes = ast.walk(ast.parse((ROOT / "fshard" / name).read_text()))
-            functions = [node.name for node in nodes if isinstance(node, FUNCTIONS) and is_participle(node.name)]
-            lines.append(f"{name}: {reading.participles} participles, its row says {participles}: {functions}")
-    return lines
-
-
-def table(files: Mapping[str, Reading]) -> str:
-    """Make the table of all files."""
-    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    lines += [f"| `{name}` | {reading.row()} |" for name, reading in files.items() if reading.lines]
-    return "\n".join(lines)
+    for name, reading in files.items() if errors else ():
+        errors += [f"{name}:{place}" for place in (*reading.weak_names, *reading.participles)]
+    return errors
 
 
 def write(path: Path, files: Mapping[str, Reading]) -> None:
-    """Write the table of files, and limits where totals went down."""
+    """Write limits where totals went down."""
     text = path.read_text()
     before = limits(text)
     for name, total in totals(files).items():
-        if total < before[name]:
-            text = text.replace(f"- package: at most {before[name]:g} {name}", f"- package: at most {total:g} {name}")
-    head = text[: text.index(MARK)]
-    path.write_text(head + table(files) + "\n")
+        limit = min(total, before[name])
+        text = text.replace(f"- package: at most {before[name]:g} {name}", f"- package: at most {limit:g} {name}")
+    path.write_text(text)
+
+
+def print_table(files: Mapping[str, Reading]) -> None:
+    print("file", "tokens", "tokens a line", "comprehensions / 100 lines", *Reading._fields[3:], sep=" | ")
+    for name, reading in files.items():
+        lines = max(reading.lines, 1)
+        densities = (reading.tokens / lines, 100 * reading.comprehensions / lines, reading.letters)
+        counts = [len(value) if isinstance(value, list) else value for value in reading[4:]]
+        print(name, reading.tokens, *(f"{density:.1f}" for density in densities), *counts, sep=" | ")
 
 
 if __name__ == "__main__":
     measured = readings()
     if "--write" in sys.argv:
         write(TABLE, measured)
-    print(table(measured))
+    print_table(measured)
     for total_name, package_total in totals(measured).items():
         print(f"package: {package_total:g} {total_name}, at most {limits(TABLE.read_text())[total_name]:g}")
