@@ -1,6 +1,7 @@
 """Plant each fault in a copy of the checkout and see which tests find it: `python -m tests.mutants`.
 
-For one fault: `--only NAME`; to run again what has a result: `--again`; to write the table: `--save`.
+For one fault: `--only NAME`, and `--tests` for a new one that other tests than those of its room are to find; to run
+again what has a result: `--again`; to write the table: `--save`.
 """
 
 import argparse
@@ -19,11 +20,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.mutants.faults import FAULTS, Fault
+from tests.mutants.faults import FAULTS, RESULTS, ROOT, Fault
 from tests.mutants.report import judged, table
 
-ROOT = Path(__file__).resolve().parents[2]
-RUNS, RESULTS = ROOT / "runs/mutants", ROOT / "tests/mutants/RESULTS.md"
+RUNS = ROOT / "runs/mutants"
 
 
 def tracked() -> list[str]:
@@ -41,8 +41,8 @@ def digest(fault: Fault, names: Sequence[str]) -> str:
     return found.hexdigest()[:16]
 
 
-def run(fault: Fault, names: Sequence[str], limit: float) -> dict[str, Any]:
-    """Run the tests that mirror a fault's file, then the laws, on a copy with the fault."""
+def run(fault: Fault, names: Sequence[str], first: Sequence[str], limit: float) -> dict[str, Any]:
+    """Run some tests, those of a fault and the laws, on a copy with the fault."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = Path(folder) / "copy"
         for name in names:
@@ -52,7 +52,7 @@ def run(fault: Fault, names: Sequence[str], limit: float) -> dict[str, Any]:
         (copy / fault.file).write_text(fault.planted(text))
         laws = [name for name in sorted(names) if re.fullmatch(r"tests/test_law_\w+\.py", name)]
         begin = time.time()
-        outcome, by = pytest(copy, [*fault.tests, *(name for name in laws if name not in fault.tests)], limit)
+        outcome, by = pytest(copy, list(dict.fromkeys([*first, *fault.tests, *laws])), limit)
         seconds = round(time.time() - begin, 1)
         if outcome == "found":
             # A test that fails without the fault has not found it.
@@ -88,6 +88,7 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", choices=[fault.name for fault in FAULTS], help="names of faults"
     )
+    parser.add_argument("--tests", nargs="+", default=[], metavar="FILE", help="tests that run before others")
     parser.add_argument("--again", action="store_true", help="run those that have a result, too")
     parser.add_argument("--seconds", type=float, default=60.0, help="the limit for one fault")
     parser.add_argument("--save", action="store_true", help="write the table to tests/mutants/RESULTS.md")
@@ -100,7 +101,7 @@ def main() -> int:
         # A run that broke, such as without an environment, is no result.
         done = known.get("text") == text and known["outcome"] != "broken" and not options.again
         if fault.name in (options.only or [fault.name]) and not done:
-            known = {**run(fault, names, options.seconds), "text": text}
+            known = {**run(fault, names, options.tests, options.seconds), "text": text}
             file.write_text(json.dumps(known, indent=1) + "\n")
             print(f"{fault.name}: {known['outcome']} in {known['seconds']} s, {known['by']}", flush=True)
         if known.get("text") == text:
