@@ -1,13 +1,11 @@
-"""The benchmark of recoveries: its parts add up, and its page and picture have the numbers of its results."""
+"""The benchmark of recoveries: its parts add up, and its page has the numbers of its results."""
 
 import argparse
 import json
-import sys
 
 import pytest
 
-from tests.test_benchmarks import benchmark
-from tests.test_processes import ROOT
+from tests.test_benchmarks import RESULTS, benchmark
 
 # torch's ZeroRedundancyOptimizer warns of what it imports.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")
@@ -36,29 +34,10 @@ def recover(recovery, first):
     return found
 
 
-def results_of(recovery):
-    """What the benchmark could have written."""
-    rows = {
-        name: recovery.summarize([recover(recovery, first).row(2)] * 3)
-        for name, first in {"fshard-run-jitted": 7, "fsdp2-dcp": 5}.items()
-    }
-    cost = {"configuration": "d512-L8-B4-T256", "ranks": 2, "saving_seconds": 1.02, "plain_seconds": 1.0}
-    cost |= {"percent": 2.0, "main_thread_ms_of_40_mb": 8.25}
-    circumstances = {"date": "2026-11-28T00:00:00+00:00", "hardware": {"cpu": "AMD EPYC"}}
-    circumstances |= {"versions": {"torch": "2.13.0+cpu"}, "configuration": "d256", "every": 5, "repeats": 3}
-    return {**circumstances, "ranks": {"2": rows}, "cost": cost}
-
-
-def kills_of(**values):
-    run = {"kills": 100, "moments": {"step": 30, "saved": 25, "mesh begins": 45}, "restarts": 60}
-    run |= {"repeated_steps": {"0": 58, "1": 2}, "lost": 0, "torn": 0, "problems": [], "ranks_killed": {"a host": 9}}
-    resized = run | {"setting": {"job": "resized"}, "kills": 20}
-    return {"runs": {"2 ranks, eager": run | {"setting": {"job": ""}} | values, "4 and 2 ranks": resized}}
-
-
 def test_parts_are_those_of_the_slowest_rank_and_add_up():
     with benchmark("recovery") as recovery:
         same, later = recover(recovery, 7).row(2), recover(recovery, 5).row(2)
+        summary = recovery.summarize([same, later, later])
     assert later["parts"] == {
         "processes": 0.375,
         "imports": 0.25,
@@ -71,41 +50,28 @@ def test_parts_are_those_of_the_slowest_rank_and_add_up():
     assert (same["caught_up_seconds"], same["repeated_steps"]) == (3.125, 0)
     # Two steps are computed again.
     assert (later["caught_up_seconds"], later["repeated_steps"]) == (5.125, 2)
+    assert summary["caught_up_seconds"] == {"median": 5.125, "maximum": 5.125, "values": [3.125, 5.125, 5.125]}
+    assert (summary["parts"], summary["repeated_steps"]) == (later["parts"], [0, 2, 2])
 
 
-def test_the_page_and_the_picture_have_the_results(tmp_path, capsys, monkeypatch):
+def test_the_page_has_what_was_measured(tmp_path, capsys):
+    """In the place of the section that is there, or anew; and nothing of kills that have lost a state."""
     page = tmp_path / "page.md"
-    with benchmark("recovery") as recovery:
-        recovery_page = sys.modules["recovery_page"]
-        results = results_of(recovery)
-        page.write_text(f"# When a rank fails\n\n{recovery_page.NEXT_HEADING}\nmore\n")
+    with benchmark("recovery_page") as recovery_page:
+        text, heading = recovery_page.PAGE.read_text(), recovery_page.HEADING
+        section = text[text.index(heading) : text.index(recovery_page.NEXT_HEADING)]
+        for before in (text.replace(section, ""), text.replace(section, f"{heading}\nolder\n")):
+            page.write_text(before)
+            recovery_page.write_section(RESULTS, page)
+            assert page.read_text() == text
+        results, kills = (json.loads((RESULTS / name).read_text()) for name in ("recovery.json", "recovery-kills.json"))
+        recovery_page.print_tables(results)
         with pytest.raises(SystemExit, match="no results"):
             recovery_page.write_section(tmp_path, page)
-        (tmp_path / "recovery.json").write_text(json.dumps(results))
-        (tmp_path / "recovery-kills.json").write_text(json.dumps(kills_of()))
-        recovery_page.write_section(tmp_path, page)
-        text = page.read_text()
-        recovery_page.write_section(tmp_path, page)
-        recovery_page.print_tables(results)
-        (tmp_path / "recovery-kills.json").write_text(json.dumps(kills_of(lost=1)))
+        next(iter(kills["runs"].values()))["lost"] = 1
         with pytest.raises(SystemExit, match="has problems"):
-            recovery_page.write_section(tmp_path, page)
-    assert page.read_text() == text
-    assert text.startswith("# When a rank fails\n\n## How long it takes\n\n")
-    assert text.endswith("\n\n## Stay in the same processes\n\nmore\n")
-    assert "| 2 ranks, torchrun, FSDP2, torch.distributed.checkpoint | 3.12 | 3.12 | 2 | 5.12 |" in text
-    assert "Of 120 kills at random moments, of one rank, of half of them or of all,\n  110 hit steps" in text
-    assert "18 took a whole host with its memory, and after\n  20 the job was launched anew" in text
-    assert "4 of 120\n  restarts repeated one completed step" in text
-    assert "(+2.0%)" in text
-    assert "2 ranks, fshard-run-jitted      3.12" in capsys.readouterr().out
-
-    monkeypatch.syspath_prepend(ROOT / "docs/pictures")
-    import draw_results
-
-    picture = draw_results.recovery(results["ranks"]["2"])
-    assert "torchrun, FSDP2, torch.distributed.checkpoint: 3.12 s" in picture
-    assert picture.count(f'fill="{draw_results.RECOVERY_PARTS["imported"][1]}"') == 4 + 1
+            recovery_page.describe(results, kills)
+    assert "2 ranks, fshard-run-jitted" in capsys.readouterr().out
 
 
 @pytest.mark.slow
