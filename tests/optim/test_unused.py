@@ -105,12 +105,13 @@ def check_our_own_are_torch_s_within_rounding(row):
 
 DECAY, SGD = {"weight_decay": 0.1}, (fs.sgd, optim.SGD)
 AGAINST_TORCH = [
-    *((*SGD, how | DECAY) for how in ({"lr": 0.1}, MOMENTUM | {"dampening": 0.5}, MOMENTUM | {"nesterov": True})),
+    *((*SGD, how | DECAY) for how in ({"lr": 0.1}, MOMENTUM | {"dampening": 0.2}, MOMENTUM | {"nesterov": True})),
     *((*pair, BETAS | DECAY) for pair in ((fs.adam, optim.Adam), (fs.adamw, optim.AdamW))),
 ]
 
 
 def test_our_own_are_torch_s_within_rounding():
+    """In float64 too: numbers that are computed once for all leaves are not rounded to float32."""
     for row in AGAINST_TORCH:
         check_our_own_are_torch_s_within_rounding(row)
 
