@@ -13,7 +13,8 @@ many kills can be made in parts.
 
 `--hosts` spreads the ranks over network namespaces with a memory each, and half of the kills take a whole host with its
 memory. `--resize` launches the job anew after each kill, with the next of the numbers of ranks, and sums in a tree.
-Each launch imports torch anew, so that a kill takes ten seconds and more.
+Each launch imports torch anew, so that a kill takes ten seconds and more. All runs together make so many --kills, and
+keep their files in --directory.
 """
 
 import argparse
@@ -274,7 +275,7 @@ def simulate(setting: Setting, steps: int, folder: Path) -> Ledger:
     ledger = Ledger(setting.ranks, {})
     options = ["--steps", str(steps), "--every", "1000", *options_of(setting)]
     args = kills_worker.parse_args(["", str(folder / "undisturbed"), *options])
-    spmd(lambda: kills_worker.train(args, Recorder(ledger)), setting.ranks)
+    spmd(lambda: kills_worker.train(args, Recorder(ledger)), setting.ranks, timeout=2 * PATIENCE)
     return ledger
 
 
@@ -452,7 +453,7 @@ def show(rows: dict[str, Any]) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20, help="of all runs together")
+    parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--forms", nargs="+", choices=("eager", "jitted"), default=["eager", "jitted"])
     parser.add_argument("--seed", type=int, default=0)
@@ -460,7 +461,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=1, help="network namespaces, which need root and iproute2")
     parser.add_argument("--resize", action="store_true", help="launch anew after each kill, with other --ranks")
     parser.add_argument("--disk", action="store_true", help="save each step to --directory, without generations")
-    parser.add_argument("--directory", default="/dev/shm", help="of all files")
+    parser.add_argument("--directory", default="/dev/shm")
     parser.add_argument("--write", action="store_true", help="add the rows to the file of results")
     parser.add_argument("--results", type=Path, default=report.RESULTS / "recovery-kills.json")
     return parser.parse_args()
