@@ -33,12 +33,19 @@ for _ in range(10):
 """
 
 
-def run(*command, timeout=120, **options):
-    """Run a command with options by name, and return what it printed."""
-    command = [*command, *(part for name, value in options.items() for part in (f"--{name}", value))]
-    result = subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+def run(*command, timeout=120, environment=None, **options):
+    """Run a command with options by name, and variables of its own, and return what it printed."""
+    named = [part for name, value in options.items() for part in (f"--{name}", value)]
+    command = [str(part) for part in (*command, *named)]
+    variables = os.environ | (environment or {})
+    result = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
+
+
+def run_script(*command, **variables):
+    """Run a script that imports tests and this package, on one thread."""
+    run(*command, timeout=560, environment={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables)
 
 
 @pytest.mark.slow

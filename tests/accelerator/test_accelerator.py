@@ -1,13 +1,11 @@
 """A rehearsal of accelerators, on a device that has their rules and the memory of the processor."""
 
 import json
-import os
-import subprocess
 
 import pytest
 
 from tests.accelerator.programs import GATHERS, PROGRAMS
-from tests.test_processes import ROOT, TORCHRUN
+from tests.test_processes import ROOT, TORCHRUN, run_script
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -18,15 +16,7 @@ SEEDS, PARTS = 20, 5
 def launch(library, *options, script="tests/accelerator/programs.py", devices=8):
     """Run programs on two ranks of a host with so many devices, and return the file of their results."""
     result = library.with_name("result.json")
-    done = subprocess.run(
-        [*map(str, (*TORCHRUN, 2, ROOT / script, library, result, *options))],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "EMU_DEVICES": str(devices)},
-        capture_output=True,
-        text=True,
-        timeout=560,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_script(*TORCHRUN, 2, ROOT / script, library, result, *options, EMU_DEVICES=str(devices))
     return result
 
 

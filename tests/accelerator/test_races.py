@@ -1,30 +1,20 @@
 """Streams do not race, and what looks for races finds them where a wait, an order or a lifetime is lost."""
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
 
 from tests.accelerator import races
 from tests.accelerator.clocks import Race
-from tests.test_processes import ROOT
+from tests.test_processes import run_script
 
 
 @pytest.fixture(scope="module")
 def reports(library):
     """What each program, and each with a fault, came to."""
     result = library.with_name("races.json")
-    done = subprocess.run(
-        [sys.executable, races.__file__, library, result],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=560,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_script(sys.executable, races.__file__, library, result)
     return json.loads(result.read_text())
 
 
