@@ -12,7 +12,7 @@ from torch import nn
 
 import fshard as fs
 from fshard.ext.plan.plan import plan
-from fshard.ext.plan.report import Bytes, Rates, StepPlan, format_bytes
+from fshard.ext.plan.report import Bytes, Rates, format_bytes
 from fshard.extend import describe, expect, fake_axes, fake_maker, named_parameters
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp")
@@ -227,33 +227,36 @@ def estimate(
         ValueError: as by `fs.plan`.
     """
 
-    def plan_depth(layers: int | None) -> StepPlan:
+    def plan_depth(layers: int | None) -> Estimate:
         step, state = prepare_step(workload, strategy, layers, **options)
-        return plan(step, state, *workload.batch, mesh=mesh, rates=rates)
+        planned = plan(step, state, *workload.batch, mesh=mesh, rates=rates)
+        return Estimate(
+            strategy,
+            dict(mesh),
+            planned.peak,
+            sent={axis: traffic.bytes for axis, traffic in planned.by_axis().items()},
+            collectives=len(planned.collectives()),
+            flops=planned.flops,
+            seconds=planned.seconds,
+            waiting=planned.waiting,
+            agreement=planned.agreement,
+            sockets=planned.sockets,
+        )
+
+    def extrapolate(before: float, after: float) -> float:
+        if before == after:
+            # Names too stay as they are.
+            return after
+        # Further layers add as much as those between the traced depths.
+        cost = after + untraced / ADDED_LAYERS * (after - before)
+        return max(0, round(cost)) if isinstance(after, int) else cost
 
     depth = 0 if full_depth else workload.layers or 0
     first_depth = _choose_first_depth(workload, options.get("bucket_bytes", _default_bucket_bytes())) if depth else 0
     untraced = max(0, depth - first_depth - ADDED_LAYERS)
     more = plan_depth(first_depth + ADDED_LAYERS if untraced else None)
     less = plan_depth(first_depth) if untraced else more
-
-    def extrapolate(before: float, after: float) -> float:
-        # Further layers add as much as those between the traced depths.
-        return after + untraced / ADDED_LAYERS * (after - before)
-
-    sent_before, sent_after = less.by_axis(), more.by_axis()
-    return Estimate(
-        strategy,
-        dict(mesh),
-        peak=Bytes(*(max(0, round(nbytes)) for nbytes in map(extrapolate, less.peak, more.peak))),
-        sent={axis: extrapolate(sent_before[axis].bytes, sent_after[axis].bytes) for axis in mesh},
-        collectives=round(extrapolate(len(less.collectives()), len(more.collectives()))),
-        flops=round(extrapolate(less.flops, more.flops)),
-        seconds=extrapolate(less.seconds, more.seconds),
-        waiting=extrapolate(less.waiting, more.waiting),
-        agreement=more.agreement,
-        sockets=more.sockets,
-    )
+    return fs.tree_map(extrapolate, less, more)
 
 
 def _choose_first_depth(workload: Workload, bucket_bytes: int) -> int:
