@@ -161,15 +161,11 @@ class Report:
                 row = find_row(_name_row(event))
                 row.collectives[rank] += 1
                 row.bytes[rank] += event.collective.sent
+                for begin, end in event.waits:
+                    row.waiting[rank] += (end - begin) / 1e9
             for span in self.spans[rank]:
-                if span.kind is Activity.START:
-                    continue
-                name = span.name or OTHERS
-                if span.event is not None:
-                    name = _name_row(span.event)
-                row = find_row(name)
-                seconds = row.waiting if span.kind is Activity.WAIT else row.computing
-                seconds[rank] += (span.end - span.begin) / 1e9
+                if span.event is None:
+                    find_row(span.unit or OTHERS).computing[rank] += (span.end - span.begin) / 1e9
         for entry in self.matched:
             row = find_row(_name_row(entry.events[entry.straggler]))
             row.held_up[entry.straggler] += entry.sum_waits() / 1e9
