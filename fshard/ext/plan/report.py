@@ -14,10 +14,12 @@ from fshard import comm
 from fshard.extend import NOT_NEGATIVE, POSITIVE, check_numbers, describe, expect, graph_nodes
 
 aten = torch.ops.aten
-_ATTENTION = "_scaled_dot_product_flash_attention"
 # Torch's table of formulas lacks the CPU's kernels, which take the same arguments as these.
 _SAME_FORMULA: Mapping[Any, Any] = MappingProxyType(
-    {getattr(aten, f"{_ATTENTION}_for_cpu{end}"): getattr(aten, f"{_ATTENTION}{end}") for end in ("", "_backward")}
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+    }
 )
 # Files of a process beside its sockets: its modules, data and logs.
 OTHER_FILES = 100
