@@ -225,8 +225,9 @@ def assert_matches_ddp(
         expected = _step_of_ddp(reference, torch_optimizer, loss_fn(reference, batch), group)
         state_before = state
         out = train_step(state, batch)
-        is_step_result = type(out) is tuple and isinstance(out[0], fs.TrainState)
-        expect(is_step_result, _API_NAME, "train_step to return (state, loss)", describe(out))
+        parts = out if type(out) is tuple else (out,)
+        is_pair = len(parts) == 2 and isinstance(parts[0], fs.TrainState) and isinstance(parts[1], torch.Tensor)
+        expect(is_pair, _API_NAME, "train_step to return (state, loss)", ", ".join(map(describe, parts)))
         state, objective = out
         # A state without buffers leaves those of the module as they were.
         buffers = initial | dict(fs.unshard(state.buffers) or {})
@@ -329,6 +330,7 @@ def _step_of_ddp(
     reference: DistributedDataParallel, optimizer: torch.optim.Optimizer, loss: torch.Tensor, group: Any
 ) -> dict[str, Any]:
     """Step DDP; return the mean of losses, the parameters, and the first rank's buffers, which DDP would send next."""
+    expect(isinstance(loss, torch.Tensor), _API_NAME, "loss_fn to return the loss", describe(loss))
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -184,7 +184,24 @@ def wrong_calls():
             "train_step to return (state, loss), got a float64 Tensor of shape ()",
         ),
         ("train_step", lambda state, x: state, "train_step to return (state, loss), got a TrainState"),
-        ("train_step", lambda state, x: (state.params, x.mean()), "train_step to return (state, loss), got a tuple"),
+        (
+            "train_step",
+            lambda state, x: (state.params, x.mean()),
+            "train_step to return (state, loss), got a dict, a float64 Tensor of shape ()",
+        ),
+        # A step that returns its numbers to log, as most do.
+        (
+            "train_step",
+            lambda state, x: (state, {"loss": x.mean()}),
+            "train_step to return (state, loss), got a TrainState, a dict",
+        ),
+        (
+            "train_step",
+            lambda state, x: (state, 0.5, None),
+            "train_step to return (state, loss), got a TrainState, a float, None",
+        ),
+        ("train_step", lambda state, x: (), "train_step to return (state, loss), got "),
+        ("loss_fn", lambda ddp, x: (ddp(x).mean(), {}), "loss_fn to return the loss, got a tuple"),
     ):
         yield {name: value}, text
     yield {"lr": 0.0, "optimizer": partial(optimizer, lr=0.0)}, unchanged
