@@ -17,6 +17,7 @@
 - `check_matches`: refuses masks that match no leaf.
 - `check_numbers`: refuses arguments that are no numbers of a `Range`.
 - `check_rates`: refuses what are no `Rates`, or rates by which nothing can be divided.
+- `check_results`: refuses results of a transform that are no tensors of the right number and shapes.
 - `check_same_splits`: refuses trees whose leaves are split in different ways.
 - `check_tensors`: refuses leaves that are no tensors.
 - `check_transform`: refuses what is no transform, or is on another mesh.
@@ -246,7 +247,7 @@ from fshard.shard import (
 )
 from fshard.transforms import masked_transform
 from fshard.transforms.axis import _FullyShard as FullyShard
-from fshard.transforms.run import start_scatter
+from fshard.transforms.run import check_results, start_scatter
 from fshard.transforms.structure import layout_axes, sum_dtype, summed_axes
 from fshard.tree import (
     MASK,
@@ -344,6 +345,7 @@ __all__ = [
     "check_matches",
     "check_numbers",
     "check_rates",
+    "check_results",
     "check_same_splits",
     "check_tensors",
     "check_transform",

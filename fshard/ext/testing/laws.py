@@ -16,6 +16,8 @@ from fshard.extend import (
     all_gather_object,
     check_arguments,
     check_numbers,
+    check_results,
+    describe,
     expect,
     layout_axes,
     process_rank,
@@ -95,16 +97,29 @@ def _inner_products(transform: fs.ShardTransform, params: Any, seed: int) -> Any
     """List for each leaf <gather(x), y>, <x, scatter(y)> and the sum of |gather(x) y|, over all ranks."""
     specs = [leaf.spec for leaf in params]
     # Clones, because a transform that writes to its arguments would look like one with a wrong transpose.
-    gathered = transform.gather([leaf.local.clone() for leaf in params], specs)
+    gathered = _gather(transform, [leaf.local.clone() for leaf in params], specs)
     drawn = _draw_normal([full.shape for full in gathered], torch.float64, seed)
     cotangents = [y.to(full.dtype) for y, full in zip(drawn, gathered, strict=True)]
     states = _states(transform, cotangents)
-    scattered, _ = start_scatter(transform, [y.clone() for y in cotangents], specs, states)()
+    scattered, _ = _scatter(transform, [y.clone() for y in cotangents], specs, states)
     rows = []
     for leaf, full, y, grad in zip(params, gathered, cotangents, scattered, strict=True):
         copies = math.prod(axis.size for axis in transform.axes if leaf.spec.dim_of(axis) is None)
         rows.append([_dot(full, y), _dot(leaf.local, grad) / copies, _dot(full.abs(), y.abs())])
     return sum_over(torch.tensor(rows, dtype=torch.float64), transform.axes).tolist()
+
+
+def _gather(transform: fs.ShardTransform, leaves: Any, specs: Sequence[fs.Spec]) -> Any:
+    return check_results(transform, "gather", transform.gather(leaves, specs), _paths(specs), specs)
+
+
+def _scatter(transform: fs.ShardTransform, grads: Any, specs: Sequence[fs.Spec], states: Any) -> Any:
+    shards, new_states = start_scatter(transform, grads, specs, states)()
+    return check_results(transform, "scatter", shards, _paths(specs), specs), new_states
+
+
+def _paths(specs: Sequence[fs.Spec]) -> list[str]:
+    return [f"[{i}]" for i in range(len(specs))]
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -151,7 +166,8 @@ def check_transform(
 
     A copy by pickle must be equal and have the same hash. Bit for bit, unshard must undo shard. Gather must return the
     leaf, and scatter must be its transpose (see `check_adjoint`). Both must give the same bits each time, must not
-    write to their arguments, and must treat a batch of vmap, at the end of a leaf's dims, as they treat single calls.
+    write to their arguments, and must treat more leaves of the same shapes, and a batch of vmap at the end of a leaf's
+    dims, as they treat single calls. New states must be like the old ones.
 
     Args:
         transform: The transform, alone or in a composition; with a state or without.
@@ -186,10 +202,10 @@ def check_transform(
     specs = [leaf.spec for leaf in params]
 
     def gather(leaves: Any) -> Any:
-        return transform.gather(leaves, specs), None
+        return _gather(transform, leaves, specs * (len(leaves) // len(specs))), ()
 
     def scatter(grads: Any, states: Any) -> Any:
-        return start_scatter(transform, grads, specs, states)()
+        return _scatter(transform, grads, specs * (len(grads) // len(specs)), states)
 
     claims = _Claims()
     pickled = pickle.loads(pickle.dumps(transform))
@@ -224,6 +240,8 @@ class _Claims:
     def add_call(self, name: str, run: Callable[..., Any], tensors: Any, *states: Any) -> tuple[Any, float]:
         """Call gather or scatter, and claim that it repeats its bits, writes to no input, and takes a batch of vmap.
 
+        It is also called with all leaves twice: of leaves that share a shape, none may change what another one gives.
+
         Returns:
             The tensors that it returned, and the bytes that it sent.
         """
@@ -233,13 +251,25 @@ class _Claims:
             result = run(*inputs)
         self.add(f"{name} twice: differing leaves", _count_differing(run(*inputs), result))
         self.add(f"{name}'s inputs: leaves it wrote to", _count_differing(before, inputs))
+        for new_states, old_states in zip(result[1:], states, strict=False):
+            unlike = sum(_kind(new) != _kind(old) for new, old in zip(new_states, old_states, strict=True))
+            self.add(f"{name}'s new states: leaves whose state has other shapes or dtypes than the old one", unlike)
+        doubled = [2 * tensor for tensor in tensors]
+        result_doubled = run(doubled, *states)
+        separate = [[*of_tensors, *of_doubled] for of_tensors, of_doubled in zip(result, result_doubled, strict=True)]
+        together = run([*tensors, *doubled], *([*old_states, *old_states] for old_states in states))
+        path = f"{name} of all leaves twice: leaves that differ from single calls"
+        # Their sums may round in another way where matrices of one shape are multiplied together.
+        self.add(path, len(differing_leaves(list(map(list, together)), separate)))
         if not fs.tree_leaves(states):
-            doubled = [2 * tensor for tensor in tensors]
-            single_doubled, _ = run(doubled, *states)
             batched, _ = run(_stack(tensors, doubled), *states)
             path = f"{name} with a batch of vmap behind the dims: leaves that differ from single calls"
-            self.add(path, _count_differing(list(batched), _stack(result[0], single_doubled)))
+            self.add(path, _count_differing(list(batched), _stack(result[0], result_doubled[0])))
         return result[0], record.bytes_sent()
+
+
+def _kind(state: Any) -> str:
+    return f"{fs.tree_map(describe, state)}"
 
 
 def _stack(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> list[torch.Tensor]:

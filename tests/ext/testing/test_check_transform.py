@@ -95,6 +95,36 @@ class CountsDimsFromTheEnd(Around):
         return [leaf.flip(-1).flip(-1) if leaf.dim() < 3 else leaf.flip(-1) for leaf in super().gather(leaves, specs)]
 
 
+class ScattersBySpec(Around):
+    """Leaves of one shape have equal specs."""
+
+    def scatter(self, grads, specs):
+        by_spec = dict(zip(specs, super().scatter(grads, specs), strict=True))
+        return [by_spec[spec] for spec in specs]
+
+
+class StatesBySpec(Around):
+    def init(self, grad):
+        return torch.zeros_like(grad)
+
+    def scatter(self, grads, specs, states):
+        by_spec = dict(zip(specs, grads, strict=True))
+        return self.inner.scatter(grads, specs), [by_spec[spec].clone() for spec in specs]
+
+
+class FlattensStates(Around):
+    def init(self, grad):
+        return {"left": torch.zeros_like(grad)}
+
+    def scatter(self, grads, specs, states):
+        return self.inner.scatter(grads, specs), [{"left": grad.flatten()} for grad in grads]
+
+
+class DropsStates(FlattensStates):
+    def scatter(self, grads, specs, states):
+        return self.inner.scatter(grads, specs), [None for _ in states]
+
+
 NUMBER = "-?[0-9.e+-]+"
 PRODUCTS = rf"got <gather\(x\), y> = {NUMBER} and <x, scatter\(y\)> = {NUMBER}, apart by {NUMBER}"
 WRONG = {
@@ -105,6 +135,10 @@ WRONG = {
     ComparedByIdentity: r"equality of a pickled copy \(use a frozen dataclass\): differences: expected at most 0",
     HashedByIdentity: r"equality of a pickled copy \(use a frozen dataclass\): differences: expected at most 0",
     CountsDimsFromTheEnd: r"gather with a batch of vmap behind the dims: leaves that differ from single calls",
+    ScattersBySpec: r"scatter of all leaves twice: leaves that differ from single calls: expected",
+    StatesBySpec: r"scatter of all leaves twice: leaves that differ from single calls: expected",
+    FlattensStates: r"scatter's new states: leaves whose state has other shapes or dtypes .*, got [45]",
+    DropsStates: r"scatter's new states: leaves whose state has other shapes or dtypes .*, got 6",
 }
 
 
@@ -114,6 +148,46 @@ def test_each_mistake_is_named():
     check_transform(Around(plain))
     for wrong, text in WRONG.items():
         with pytest.raises(AssertionError, match=text):
+            check_transform(wrong(plain))
+
+
+class ReturnsNothing(Around):
+    def gather(self, leaves, specs):
+        super().gather(leaves, specs)
+
+
+class ReturnsPairs(Around):
+    def gather(self, leaves, specs):
+        return [(full, full) for full in super().gather(leaves, specs)]
+
+
+class LosesRows(Around):
+    def gather(self, leaves, specs):
+        return [full[:-1] if full.dim() else full for full in super().gather(leaves, specs)]
+
+
+class KeepsGradientsWhole(Around):
+    def scatter(self, grads, specs):
+        super().scatter(grads, specs)
+        return list(grads)
+
+
+@on_ranks(2)
+def test_results_that_no_step_would_take_are_named():
+    plain = fs.fully_shard(one_axis(), min_shard_elements=0)
+    for wrong, text in (
+        (ReturnsNothing, "ReturnsNothing.gather: expected 6 results, got None"),
+        (ReturnsPairs, r"ReturnsPairs.gather: results do not fit\n  \[0\]: expected a tensor, got a tuple"),
+        (
+            LosesRows,
+            r"LosesRows.gather: results do not fit\n  \[0\]: expected a tensor of shape \(5, 3\), got .*\(4, 3\)",
+        ),
+        (
+            KeepsGradientsWhole,
+            r"KeepsGradientsWhole.scatter: results do not fit\n  \[0\]: expected .* \(3, 3\), got .*\(5, 3\)",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{text}"):
             check_transform(wrong(plain))
 
 
