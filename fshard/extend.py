@@ -125,6 +125,7 @@
 - `sockets_of_mesh`: how many it opens for the first mesh of a run.
 - `StepGraph`: the graph of what was `Traced`, with its collectives and its memory, as `make_graph` returns it.
 - `start_scatter`: starts the scatter of a transform, with its state if it has one.
+- `states_of`: takes the state of transforms apart, one tree for each leaf.
 - `storage_key`: a name of a tensor's memory.
 - `sum_dtype`: the dtype in which gradients of a leaf are added up.
 - `sum_digits`: sums both digits of the elements of a tensor, or of their squares, which is exact in any order.
@@ -248,6 +249,7 @@ from fshard.shard import (
 from fshard.transforms import masked_transform
 from fshard.transforms.axis import _FullyShard as FullyShard
 from fshard.transforms.run import check_results, start_scatter
+from fshard.transforms.state import states_of
 from fshard.transforms.structure import layout_axes, sum_dtype, summed_axes
 from fshard.tree import (
     MASK,
@@ -428,6 +430,7 @@ __all__ = [
     "setting",
     "sockets_of_mesh",
     "start_scatter",
+    "states_of",
     "storage_key",
     "sum_digits",
     "sum_dtype",

@@ -15,6 +15,7 @@ from fshard.comm.ops import view_as_bytes
 from fshard.errors import Problem, expect, refuse
 from fshard.transforms import LayoutError, ShardTransform
 from fshard.transforms.axis import _FullyShard
+from fshard.transforms.base import lay_out
 from fshard.transforms.compose import masks, resolve_masks
 from fshard.transforms.structure import layout_axes
 from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, grouped, is_sharded, map_leaves, storage_device
@@ -410,7 +411,7 @@ class Layouts:
 
 
 def _lay_out(transform: ShardTransform, spec: Spec) -> Spec:
-    return replace(transform.layout(spec), transform=transform)
+    return replace(lay_out(transform, spec), transform=transform)
 
 
 def is_frozen(leaf: torch.Tensor) -> bool:
@@ -473,6 +474,12 @@ def check_transform(transform: Any, verb: str, argument: str = "transform") -> N
     """Refuse what is no transform, or one of another mesh than this process is on."""
     is_transform = isinstance(transform, ShardTransform)
     expect(is_transform, verb, f"{argument} to be a ShardTransform such as fs.zero2(mesh)", describe(transform))
+    try:
+        hash(transform)
+    except TypeError as error:
+        raise TypeError(
+            f"{verb}: {argument} cannot be hashed ({error}). Keep tuples instead of lists and dicts in its fields."
+        ) from error
     unreachable = [describe_axis(axis) for axis in layout_axes(transform) if not is_reachable(axis)]
     if unreachable:
         raise ValueError(

@@ -320,6 +320,16 @@ class Container(BuiltIn):
     stages: tuple[ShardTransform, ...]
 
 
+def lay_out(transform: ShardTransform, spec: Spec) -> Spec:
+    """Lay out a leaf by a transform, and refuse what is no spec of the leaf's shape."""
+    laid_out = transform.layout(spec)
+    shape = getattr(laid_out, "shape", None)
+    if shape != spec.shape:
+        name = type(transform).__name__
+        raise LayoutError(got=f"one of shape {shape}", expected=f"{name}.layout to return a Spec of shape {spec.shape}")
+    return laid_out
+
+
 def field_values(transform: ShardTransform) -> Iterator[Any]:
     """List the values in a transform's fields, and in tuples there."""
     for field in fields(transform):

@@ -20,6 +20,7 @@ from fshard.transforms.base import (
     Storage,
     Tensors,
     Wrapped,
+    lay_out,
     walk_parts,
 )
 from fshard.transforms.run import PendingScatter, check_number, check_stateless, start_scatter
@@ -48,7 +49,7 @@ class _Composed(Container):
 
     def layout(self, spec: Spec) -> Spec:
         for stage in reversed(self.stages):
-            spec = stage.layout(spec)
+            spec = lay_out(stage, spec)
         if self.reshard is None:
             return spec
         return replace(spec, reshard=self.reshard, model_dtypes=self.model_dtypes)

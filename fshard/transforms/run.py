@@ -78,8 +78,8 @@ def check_stateless(transform: ShardTransform) -> None:
     if reduction(transform).has_state:
         raise ValueError(
             "fs.gather: this strategy keeps a state between steps, which autograd cannot pass on. Use "
-            "fs.value_and_grad, or differentiate by gathered parameters and call fs.scatter_grads(..., "
-            "transform_state=...)."
+            "fs.value_and_grad outside of vmap and of other derivatives, or differentiate by gathered parameters and "
+            "call fs.scatter_grads(..., transform_state=...)."
         )
 
 

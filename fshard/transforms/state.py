@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from fshard.errors import refuse
+from fshard.errors import expect, refuse
+from fshard.transforms.base import foreign_names
 from fshard.transforms.structure import reduction
 from fshard.tree import Flat, Sharded, Spec, Tree, flatten, is_sharded, map_leaves
 from fshard.tree.checks import check_local, describe
@@ -108,6 +109,8 @@ def _rows(spec: Spec, state: Tree) -> Tree:
     def row(tensor: torch.Tensor | None) -> Sharded | None:
         if tensor is None:
             return None
+        names = " or ".join(foreign_names(spec.transform))
+        expect(isinstance(tensor, torch.Tensor), names, "tensors in the states of init and scatter", describe(tensor))
         return Sharded(tensor.detach()[None], _spec_of_rows(spec, tensor.shape))
 
     return map_leaves(row, state)

@@ -1,5 +1,7 @@
 """Transforms that are refused: bad arguments, compositions of two for one axis, and masks that match no leaf."""
 
+import re
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 import pytest
@@ -9,6 +11,34 @@ import fshard as fs
 from tests.bad_input import Row, assert_all_refused, setup
 from tests.transforms.laws import SGD
 
+
+class Padded(fs.Wrapped):
+    def layout(self, spec):
+        if not spec.shape:
+            return None
+        return self.inner.layout(replace(spec, shape=(8, *spec.shape[1:])))
+
+
+@dataclass(frozen=True)
+class Named(fs.Wrapped):
+    ranks: dict[str, int] = field(default_factory=dict)
+
+
+def of_whole(cls):
+    """A transform around that of a strategy, as the arguments of shard after a tree."""
+    return lambda world: cls(fs.fully_shard(world.mesh))
+
+
+TREE = {"a": torch.ones(5, 3), "n": torch.ones(())}
+UNFIT = (
+    "shard: leaves cannot be sharded\n"
+    "  ['a']: expected Padded.layout to return a Spec of shape (5, 3), got one of shape (8, 3)\n"
+    "  ['n']: expected Padded.layout to return a Spec of shape (), got one of shape None\n"
+    "To fix: pass full tensors whose shapes fit the strategy."
+)
+UNHASHABLE = (
+    "shard: transform cannot be hashed (unhashable type: 'dict'). Keep tuples instead of lists and dicts in its fields."
+)
 MESH, GRID = map(attrgetter, ("mesh", "grid"))
 BFLOAT16 = fs.cast(gather=torch.bfloat16)
 
@@ -125,6 +155,14 @@ LEAVES = [
         setup(f"a mask of {mask!r}", fs.masked, MASK.format(kind), fs.cast(), mask)
         for mask, kind in ((3, "an int"), ((), "a tuple"), (("a", 1), "a tuple"))
     ),
+    Row("a layout of another shape", lambda world: (TREE, of_whole(Padded)(world)), fs.shard, UNFIT, ("shard",)),
+    Row(
+        "a layout of another shape in a strategy",
+        lambda world: (TREE, fs.zero3(world.mesh, layout=of_whole(Padded)(world))),
+        fs.shard,
+        UNFIT,
+        ("shard",),
+    ),
     setup("gather without names", lambda t: t.gather([], []), NAMELESS, fs.masked(fs.cast(), "a")),
 ]
 
@@ -135,6 +173,12 @@ def test_an_option_that_no_strategy_has_is_refused_by_name(make):
     mesh = fs.init_mesh({"replicate": 1, "shard": 1}, device="cpu")
     with pytest.raises(TypeError, match=rf"^{make.__name__}\(\) got an unexpected keyword argument 'merge'"):
         make(mesh, merge=3)
+
+
+def test_a_transform_that_cannot_be_hashed_is_refused():
+    transform = Named(fs.fully_shard(fs.init_mesh({"shard": 1}, device="cpu")), {"a": 2})
+    with pytest.raises(TypeError, match=f"^{re.escape(UNHASHABLE)}$"):
+        fs.shard(TREE, transform)
 
 
 def test_bad_arguments_are_refused():

@@ -183,9 +183,18 @@ REMEDY = (
 )
 STAYS = "expected parameters or the state of an optimizer, got the state of a transform, which cannot be resharded"
 CARRIED = (
-    "fs.gather: this strategy keeps a state between steps, which autograd cannot pass on. Use fs.value_and_grad, or "
-    "differentiate by gathered parameters and call fs.scatter_grads(..., transform_state=...)."
+    "fs.gather: this strategy keeps a state between steps, which autograd cannot pass on. Use fs.value_and_grad "
+    "outside of vmap and of other derivatives, or differentiate by gathered parameters and call "
+    "fs.scatter_grads(..., transform_state=...)."
 )
+
+
+class CountsInPython(fs.Wrapped):
+    def init(self, grad):
+        return {"left": torch.zeros_like(grad), "calls": 0}
+
+    def scatter(self, grads, specs, states):
+        return self.inner.scatter(grads, specs), states
 
 
 def unfit(verb, *lines):
@@ -211,7 +220,13 @@ def bad_rows(make, w, b):
 
 
 def test_bad_input_is_refused():
-    assert_all_refused(bad_rows(feedback, (5, 3), (3,)))
+    number = Row(
+        "a state with a number",
+        lambda world: (make_params(lambda mesh: CountsInPython(fs.fully_shard(mesh)), world.mesh),),
+        fs.transform_state,
+        "CountsInPython: expected tensors in the states of init and scatter, got an int",
+    )
+    assert_all_refused([*bad_rows(feedback, (5, 3), (3,)), number])
 
 
 def check_the_engine_and_the_verbs_make_the_same_gradients_and_states(layout, stateless=False):

@@ -19,10 +19,12 @@ from fshard.extend import (
     check_results,
     describe,
     expect,
+    flatten,
     layout_axes,
     process_rank,
     refuse,
     start_scatter,
+    states_of,
     sum_over,
     summed_axes,
     tolerance,
@@ -100,8 +102,7 @@ def _inner_products(transform: fs.ShardTransform, params: Any, seed: int) -> Any
     gathered = _gather(transform, [leaf.local.clone() for leaf in params], specs)
     drawn = _draw_normal([full.shape for full in gathered], torch.float64, seed)
     cotangents = [y.to(full.dtype) for y, full in zip(drawn, gathered, strict=True)]
-    states = _states(transform, cotangents)
-    scattered, _ = _scatter(transform, [y.clone() for y in cotangents], specs, states)
+    scattered, _ = _scatter(transform, [y.clone() for y in cotangents], specs, _first_states(params))
     rows = []
     for leaf, full, y, grad in zip(params, gathered, cotangents, scattered, strict=True):
         copies = math.prod(axis.size for axis in transform.axes if leaf.spec.dim_of(axis) is None)
@@ -126,8 +127,8 @@ def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() * b.double()).sum())
 
 
-def _states(transform: fs.ShardTransform, grads: Sequence[torch.Tensor]) -> list[Any]:
-    return [transform.init(torch.zeros_like(grad)) for grad in grads]
+def _first_states(params: Any) -> list[Any]:
+    return states_of("check_transform", flatten(params), fs.transform_state(params))
 
 
 class TransformReport(NamedTuple):
@@ -214,7 +215,7 @@ def check_transform(
     claims.add("unshard(shard(x)): differing leaves", _count_differing(fs.unshard(params), full))
     gathered, gather_bytes = claims.add_call("gather", gather, [leaf.local for leaf in params])
     grads = [torch.cos(tensor) for tensor in gathered]
-    _, scatter_bytes = claims.add_call("scatter", scatter, grads, _states(transform, grads))
+    _, scatter_bytes = claims.add_call("scatter", scatter, grads, _first_states(params))
     distances = []
     for i, (result, leaf) in enumerate(zip(gathered, full, strict=True)):
         distance = _largest(result - leaf.to(result.dtype)) / (_largest(leaf) or 1.0)
