@@ -41,6 +41,7 @@
 - `expect`: refuses an argument unless it is as expected.
 - `expect_file`: refuses a file unless it is as expected.
 - `fake_axes`: axes of any sizes whose groups cannot communicate, to trace with.
+- `fake_coordinates`: this rank's coordinates on the axes of a trace, by name.
 - `fake_maker`: makes tensors without values, to trace with.
 - `fake_process_groups`: lets there be process groups that cannot communicate, for traces.
 - `files`: the format of the files of a checkpoint: manifests, digests, and where chunks begin.
@@ -205,7 +206,7 @@ from fshard.comm import (
     supports_cpu_messages,
     watched,
 )
-from fshard.comm.collective import refuse_other
+from fshard.comm.collective import fake_coordinates, refuse_other
 from fshard.comm.ops import held_in_flight
 from fshard.comm.ops import operator as define_operator
 from fshard.comm.processes import find_machine, name_ranks
@@ -365,6 +366,7 @@ __all__ = [
     "expect",
     "expect_file",
     "fake_axes",
+    "fake_coordinates",
     "fake_maker",
     "fake_process_groups",
     "files",

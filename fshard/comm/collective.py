@@ -1,6 +1,6 @@
 """Start and finish collectives on lists of plain tensors; nothing here is differentiable."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import reduce
 from typing import Any
@@ -29,6 +29,8 @@ Caller = str | Label
 
 # While there are fake axes, this is called with the axis of each collective and refuses others.
 refuse_other: ContextVar[Callable[[Axis], object] | None] = ContextVar("fshard_refuse_other", default=None)
+# While there are fake axes, this rank's coordinates on them by name: a step may close over a real axis for its key.
+fake_coordinates: ContextVar[Mapping[str, int] | None] = ContextVar("fshard_fake_coordinates", default=None)
 
 
 def rank(axis: Axis) -> int:
@@ -44,6 +46,9 @@ def rank(axis: Axis) -> int:
     >>> fs.testing.spmd(lambda: fs.comm.rank(fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))), world=2)
     [0, 1]
     """
+    coordinates = fake_coordinates.get()
+    if coordinates and axis.name in coordinates:
+        return coordinates[axis.name]
     return 0 if axis.size == 1 else _compat.resolve_process_group(axis.group_name).rank()
 
 

@@ -15,6 +15,7 @@ from fshard.ext.plan.timeline import estimate_agreement, estimate_seconds
 from fshard.extend import (
     describe,
     expect,
+    fake_coordinates,
     fake_maker,
     fake_process_groups,
     flatten,
@@ -167,7 +168,7 @@ def fake_axes(
         remedy = "pass axes as arguments, or read them from the state's leaves, as leaf.spec.axes"
         expect(axis in axes.values(), what, "axes of the planned mesh", found, remedy)
 
-    with setting(refuse_other, check), fake_process_groups(groups, backend):
+    with setting(refuse_other, check), setting(fake_coordinates, place), fake_process_groups(groups, backend):
         yield axes
 
 

@@ -238,6 +238,27 @@ def test_sums_that_a_pipeline_hides_in_its_backward_are_not_missed():
     assert fs.check(step, params, X, X, tp, pipe, mesh={"tp": 2, "pipe": 2}).problems == ()
 
 
+def test_the_coordinate_on_an_axis_that_a_step_closes_over_is_that_of_the_planned_mesh():
+    """As in a key of dropout: a program of one rank reads its axis from its mesh, and not from an argument."""
+    module = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Dropout(0.5))
+    model = fs.functionalize(module)
+    axis = fs.axis_of(fs.init_mesh({"shard": 1}, device="cpu"))
+
+    def masked(state, x, *, folded):
+        key = fs.fold_in(fs.fold_in(state.key, state.step), folded)
+        loss, grads = fs.value_and_grad(lambda params: model.apply(params, x, key=key).square().mean())(state.params)
+        return state._replace(params=fs.tree_map(torch.sub, state.params, grads)), loss
+
+    def moved(state):
+        return state._replace(params=fs.tree_map(lambda w: w * (1 + fs.axis_index(axis)), state.params))
+
+    params = model.init(fs.ddp(fs.init_mesh({"shard": 1}, device="cpu")))
+    start, x = fs.TrainState.create(params, fs.sgd(0.1), key=0), torch.ones(4, 6)
+    assert problems_of(functools.partial(masked, folded=axis), start, x) == []
+    assert [kind for kind, _ in problems_of(functools.partial(masked, folded=1), start, x)] == ["same random numbers"]
+    assert {kind for kind, _ in problems_of(moved, start)} == {"rank's own number"}
+
+
 def test_a_jitted_step_keeps_the_decorators_of_its_function():
     """They may change what it does, as one that makes the loss or the batch anew."""
 
