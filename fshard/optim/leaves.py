@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fshard.errors import expect
 from fshard.tree import Axis, Tree, attributes_of, is_sharded, is_trained, map_leaves
 from fshard.tree.checks import FINITE, check_numbers
 
@@ -24,15 +25,18 @@ def check_same_splits(*columns: Sequence[Any]) -> None:
         columns: The leaves of trees that share a structure.
 
     Raises:
-        ValueError: with the partitions of the first leaves at one place that are split in different ways.
+        ValueError: if they have different numbers of leaves, or with the partitions of the first leaves at one place
+            that are split in different ways.
     """
+    counts = list(map(len, columns))
+    remedy = "pass trees made from the same parameters"
+    expect(len(set(counts)) == 1, "update", "gradients, parameters and state of as many leaves", f"{counts}", remedy)
     # No line of Python runs for each of thousands.
     specs = [attributes_of(leaves, "spec") for leaves in columns]
     # Mostly they share spec objects.
     first, *rest = list(filter(any, specs)) or [[]]
     are_same = [all(map(operator.is_, first, others)) for others in rest]
-    have_one_length = len(set(map(len, columns))) == 1
-    if have_one_length and all(are_same):
+    if all(are_same):
         return
     partitions = [attributes_of(column, "effective_partition") for column in specs]
     for splits in set(zip(*partitions, strict=True)):
