@@ -2,6 +2,7 @@
 
 import math
 import re
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,6 +18,11 @@ TX = fs.chain(fs.clip_by_global_norm(1.0), fs.from_torch(torch.optim.AdamW, lr=0
 CLOSED = torch.ones(2)
 FULL = {"in": normal(1)(8, 5), "out": [normal(2)(5, 4)]}
 FILE = "graph-rank-00000.json"
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
 
 
 def step(state, batch, times=2):
@@ -79,14 +85,15 @@ def test_other_calls_are_refused_by_name(tmp_path):
 
 
 def test_a_result_has_keys_of_its_own_where_arguments_have_equal_ones(tmp_path):
-    """The order of keys, and whether they are 1 or True, tell no structure from another."""
+    """The order of keys, and whether they are 1 or True, tell no structures apart, nor those of classes."""
 
-    def rebuild(state):
-        return {"b": state["b"], "a": {1: state["a"][True]}}
+    def rebuild(state, pair):
+        return Pair({"b": state["b"], "a": {1: state["a"][True]}}, pair)
 
     state = {"a": {True: torch.ones(1)}, "b": torch.ones(2)}
-    fs.save_graph(tmp_path, fs.jit(rebuild), state)
-    assert repr(fs.load_graph(tmp_path)(state)) == repr(rebuild(state))
+    arguments = state, Pair(state, torch.ones(3))
+    fs.save_graph(tmp_path, fs.jit(rebuild), *arguments)
+    assert repr(fs.load_graph(tmp_path)(*arguments)) == repr(rebuild(*arguments))
 
 
 def test_numbers_are_keys_of_a_result(tmp_path):

@@ -36,7 +36,7 @@ def save_graph(directory: str | Path, f: Callable[..., Any], *args: Any, **kwarg
     Raises:
         ValueError: if no file can hold a part of the graph: a tensor that the function closes over, a collective over
             an axis that no argument has, an operator that is not torch's or fshard's, a result whose spec no argument
-            has, or a structure of results that is no tuple, list, dict or part of the arguments.
+            has, or a part of a result that is no tuple, list or dict, nor of a class that is in the arguments.
 
     >>> import tempfile, torch, fshard as fs
     >>> directory, x = tempfile.mkdtemp(), torch.zeros(2)

@@ -1,4 +1,4 @@
-"""The structure of a result as JSON: parts of the structure of the arguments, and tuples, lists and dicts of such."""
+"""The structure of a result as JSON: leaves, tuples, lists, dicts, and classes that the arguments have parts of."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,15 +15,15 @@ def write_structure(treedef: Any, arguments: Any) -> JSON:
         arguments: The structure of the arguments.
 
     Returns:
-        A pair for each part: "tuple", "list" or the keys of a dict, and the parts of this one; for leaves and other
-        classes "as" and the number of an equal part of the arguments.
+        A pair for each part: its kind, and the parts of this one. The kind is "leaf", "tuple", "list" or the keys of a
+        dict; for other classes it is the number of a part of the arguments that is alike, whatever its own parts.
 
     Raises:
-        ValueError: if it has a part that is neither a tuple, a list, a dict nor a part of the arguments.
+        ValueError: if it has a part that is neither a tuple, a list or a dict nor like a part of the arguments.
     """
     numbers: dict[Any, int] = {}
     for number, part in enumerate(_list_parts(arguments)):
-        numbers.setdefault(part, number)
+        numbers.setdefault(part.one_level(), number)
     return _write(treedef, numbers)
 
 
@@ -35,19 +35,22 @@ def _list_parts(treedef: Any) -> Iterator[Any]:
 
 
 def _write(part: Any, numbers: Mapping[Any, int]) -> JSON:
+    children = [_write(child, numbers) for child in part.children()]
+    if part.type is None:
+        return "leaf", children
     if part.type in (tuple, list):
-        return part.type.__name__, [_write(child, numbers) for child in part.children()]
+        return part.type.__name__, children
     # Never as one of the arguments, which is equal where its keys are 1 for True, or have another order.
     if part.type is dict and all(type(key) in _KEY_TYPES for key in part.entries()):
-        child_of_key = dict(zip(part.entries(), part.children(), strict=True))
+        child_of_key = dict(zip(part.entries(), children, strict=True))
         # Entries are sorted. Who iterates over the dict gets the keys in the order in which the function made it.
         keys = list(part.unflatten(range(part.num_leaves)))
-        return keys, [_write(child_of_key[key], numbers) for key in keys]
-    if part in numbers:
-        return "as", numbers[part]
+        return keys, [child_of_key[key] for key in keys]
+    if part.one_level() in numbers:
+        return numbers[part.one_level()], children
     raise ValueError(
         f"save_graph: a part of the result is {str(part)[:60]}, and a file holds tuples, lists and dicts whose keys "
-        "are texts or numbers. Return one of these, or a part of the arguments."
+        "are texts or numbers. Return one of these, or of a class that is in the arguments."
     )
 
 
@@ -62,11 +65,12 @@ def make_tree(structure: JSON, arguments: Any) -> Any:
 
 
 def _make(structure: JSON, parts_of_arguments: Sequence[Any]) -> Any:
-    kind, content = structure
-    if kind == "as":
-        part = parts_of_arguments[content]
-        return part.unflatten(range(part.num_leaves))
-    children = [_make(part, parts_of_arguments) for part in content]
+    kind, parts = structure
+    children = [_make(part, parts_of_arguments) for part in parts]
+    if kind == "leaf":
+        return 0
     if isinstance(kind, list):
         return dict(zip(kind, children, strict=True))
+    if isinstance(kind, int):
+        return parts_of_arguments[kind].one_level().unflatten(children)
     return {"tuple": tuple, "list": list}[kind](children)
