@@ -183,7 +183,7 @@ def load_dcp(
 
 
 def _name_slots(exchange: ModuleExchange, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Name the entries of an optimizer's state as `collect_slots` does: exp_avg.weight for weight.exp_avg."""
+    """Name the entries of an optimizer's state as `OptimizerStates` does: exp_avg.weight for weight.exp_avg."""
     slots = {}
     for key, entry in stored.items():
         parameter, _, name = key.rpartition(".")

@@ -79,7 +79,7 @@ class ModuleExchange(Exchange):
         return self.saved.get(name, []) if self._has_module else [name]
 
     def leaves(self, tree: Any, *, needs_values: bool = True, **flags: Any) -> dict[str, Any]:
-        """The leaves of a tree by name.
+        """The leaves of a tree by name, in the order of names, as ranks may hold them in several orders.
 
         Raises:
             ValueError: on every rank, if a leaf is no tensor or unknown to the module, or a flag is no bool.
@@ -87,7 +87,7 @@ class ModuleExchange(Exchange):
         with self.raise_on_all_ranks():
             check_flags(self.label, **flags)
             self.flat(tree, needs_values=needs_values)
-            leaves = named_leaves(tree)
+            leaves = dict(sorted(named_leaves(tree).items()))
             under = "a name of module.named_parameters() or named_buffers()"
             problems = []
             for name, leaf in leaves.items():

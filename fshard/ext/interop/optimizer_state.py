@@ -138,7 +138,7 @@ def from_optimizer_state_dict(
 
 
 def _entries_of(label: str, state: Mapping[int, StateDict], names: Mapping[int, str]) -> dict[str, Entry]:
-    """Name the tensors of a torch optimizer's state as those of `collect_slots`."""
+    """Name the tensors of a torch optimizer's state as `OptimizerStates` names its own."""
     entries = {}
     for number, slots in state.items():
         name = names.get(number, f"parameter {number}")

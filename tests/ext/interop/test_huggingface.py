@@ -4,6 +4,7 @@ import json
 import os
 import re
 import zlib
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -84,6 +85,20 @@ def test_trees_come_back_and_nothing_is_gathered(tmp_path):
         flat = flatten(make())
         leaves = {name: leaf.detach() for name, leaf in zip(flat.names, flat.leaves) if leaf is not None}
         assert_same_bits(written(directory), dict(sorted(leaves.items())))
+
+
+@on_ranks(2)
+def test_ranks_may_hold_leaves_in_another_order(tmp_path):
+    for make in (fs.ddp, every_leaf):
+        params, directory = (
+            fs.shard({"a": torch.ones(4), "b": torch.zeros(4)}, make(one_axis())),
+            tmp_path / make.__name__,
+        )
+        names = "ba" if my_rank() else "ab"
+        leaves = OrderedDict((name, params[name]) for name in names)
+        save_huggingface(directory, leaves)
+        assert_same_bits(written(directory), fs.unshard(params))
+        assert_same_bits(fs.checkpoint.to_state_dict(leaves), fs.unshard(params))
 
 
 @on_ranks(3)
