@@ -101,7 +101,7 @@
 - `NOT_NEGATIVE`: a `Range`: 0 or more, and finite.
 - `NUMBER`: a `Range`: a whole number, 1 or more.
 - `OBSERVED`: set to a function by `setting`, it lets that see the functions of each differentiation before they run.
-- `open_regular`: opens a file for reading, and refuses a link or a pipe.
+- `open_regular`: opens a file for reading, and refuses a pipe or a device; links are followed.
 - `padded`: this rank's elements of a leaf with the padding of its shard.
 - `PassedGraph`: what a `GraphPass` returns: the function as another graph, and the facts that ranks compare.
 - `partition_axes`: the axes whose ranks hold different elements of a leaf.
