@@ -103,11 +103,11 @@ class _Pickler(pickle.Pickler):
 
 
 def _take_class_apart(cls: type) -> list[Any]:
-    name = [cls.__module__, cls.__qualname__]
+    names = [cls.__module__, cls.__qualname__]
     if _is_library(cls.__module__):
-        return name
+        return names
     attributes = [(name, part) for name, part in vars(cls).items() if name not in _OF_PYTHON]
-    return [*name, cls.__bases__, attributes]
+    return [*names, cls.__bases__, attributes]
 
 
 def _take_function_apart(function: types.FunctionType) -> list[Any]:

@@ -40,14 +40,14 @@ def _write(part: Any, numbers: Mapping[Any, int]) -> JSON:
         return "leaf", children
     if part.type in (tuple, list):
         return part.type.__name__, children
+    alone = part.one_level()
     # Never as one of the arguments, which is equal where its keys are 1 for True, or have another order.
     if part.type is dict and all(type(key) in _KEY_TYPES for key in part.entries()):
-        child_of_key = dict(zip(part.entries(), children, strict=True))
         # Entries are sorted. Who iterates over the dict gets the keys in the order in which the function made it.
-        keys = list(part.unflatten(range(part.num_leaves)))
-        return keys, [child_of_key[key] for key in keys]
-    if part.one_level() in numbers:
-        return numbers[part.one_level()], children
+        child_of_key = alone.unflatten(children)
+        return list(child_of_key), list(child_of_key.values())
+    if alone in numbers:
+        return numbers[alone], children
     raise ValueError(
         f"save_graph: a part of the result is {str(part)[:60]}, and a file holds tuples, lists and dicts whose keys "
         "are texts or numbers. Return one of these, or of a class that is in the arguments."
