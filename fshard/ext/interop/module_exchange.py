@@ -79,7 +79,7 @@ class ModuleExchange(Exchange):
         return self.saved.get(name, []) if self._has_module else [name]
 
     def leaves(self, tree: Any, *, needs_values: bool = True, **flags: Any) -> dict[str, Any]:
-        """The leaves of a tree by name, in the order of names, as ranks may hold them in several orders.
+        """The leaves of a tree by name.
 
         Raises:
             ValueError: on every rank, if a leaf is no tensor or unknown to the module, or a flag is no bool.
@@ -87,7 +87,7 @@ class ModuleExchange(Exchange):
         with self.raise_on_all_ranks():
             check_flags(self.label, **flags)
             self.flat(tree, needs_values=needs_values)
-            leaves = dict(sorted(named_leaves(tree).items()))
+            leaves = named_leaves(tree)
             under = "a name of module.named_parameters() or named_buffers()"
             problems = []
             for name, leaf in leaves.items():
@@ -169,7 +169,7 @@ def name_of_fsdp2(name: str) -> str:
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree that are not None, by name."""
+    """The leaves of a tree that are not None, by name; sorted, as ranks may hold them in several orders."""
     flat = flatten(tree)
-    pairs = zip(flat.names, flat.leaves, strict=True)
-    return {name: leaf for name, leaf in pairs if leaf is not None}
+    leaves = dict(zip(flat.names, flat.leaves, strict=True))
+    return {name: leaves[name] for name in sorted(leaves) if leaves[name] is not None}

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -108,6 +109,19 @@ def test_each_part_of_a_partition_takes_the_state_of_its_own_parameters():
     grads = {name: parameter.grad for name, parameter in module.named_parameters()}
     _, state = tx.update(grads, state, params)
     assert_same_bits(to_optimizer_state_dict(state, module, optimizer)["state"], optimizer.state_dict()["state"])
+
+
+@on_ranks(2)
+def test_ranks_may_hold_states_in_another_order():
+    module = nn.ParameterDict({"a": nn.Parameter(torch.ones(4)), "b": nn.Parameter(torch.zeros(4))})
+    params = fs.shard(dict(module.named_parameters()), every_leaf(one_axis()))
+    names = "ba" if my_rank() else "ab"
+    leaves = OrderedDict((name, params[name]) for name in names)
+    tx = fs.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+    state = tx.init(params)._replace(slots={"momentum_buffer": leaves}, counts={})
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    exported = to_optimizer_state_dict(state, module, optimizer)["state"]
+    assert [exported[number]["momentum_buffer"].tolist() for number in range(2)] == [[1] * 4, [0] * 4]
 
 
 def test_numbers_of_groups_that_states_cannot_have():
