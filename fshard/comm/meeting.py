@@ -190,8 +190,6 @@ class Meeting:
         """
         if not self.others:
             return merge([text])
-        # Made while the store is there, as a client waits for one that is gone.
-        self.client = _compat.StoreClient(self.store)
         if self.peers and not is_simulated():
             self.listener = Listener(self.store)
 
@@ -203,7 +201,10 @@ class Meeting:
 
         self._since = time.monotonic()
         address = self.listener.address if self.listener else ""
-        self.board.set(ENTRY.format(self.rank), json.dumps(Arrival(address, text)))
+        # Unlike `set`, this waits for an answer. So the store is there, and stays until all have come; a new client of
+        # one that has gone would wait for it.
+        self.board.compare_set(ENTRY.format(self.rank), "", json.dumps(Arrival(address, text)))
+        self.client = _compat.StoreClient(self.store)
         if self.board.add(COUNT, 1) == len(self.ranks):
             return self._conclude(merge)
         _compat.wait_in_store(self.board, [END], self.timeout, look_at_others)

@@ -170,6 +170,17 @@ def test_a_constructor_needs_no_new_client_of_a_store_that_may_have_gone(monkeyp
     meeting._watcher.join(20)
 
 
+def test_a_rank_that_comes_to_a_store_that_has_gone_makes_no_client_of_it(monkeypatch):
+    """A client would wait for the store, where the first question to it ends with an error at once."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
+    store = server.clone()
+    meeting = Meeting(store, 0, range(2), "1", 20.0)
+    del server
+    monkeypatch.delattr(_compat, "StoreClient")
+    with pytest.raises(dist.DistNetworkError):
+        meeting.agree("the same", "".join, bool)
+
+
 def let_the_other_fail(meeting):
     meeting.board.set(NOTE, REASON)
     deadline = time.monotonic() + 20.0
