@@ -101,9 +101,11 @@ class Position(NamedTuple):
     @classmethod
     def of(cls, state: RankState) -> "Position":
         """Where this rank is."""
-        groups = {group.name: list(group.chain) for group in list(state.groups.values())}
+        # The wait is read first, as the rank may go on meanwhile: it would seem not to have started what it waits for.
         issued = state.awaited
-        return cls(groups, issued.group.name, issued.entry, *issued.awaits) if issued else cls(groups)
+        wait = (issued.group.name, issued.entry, *issued.awaits) if issued else ()
+        groups = {group.name: list(group.chain) for group in list(state.groups.values())}
+        return cls(groups, *wait)
 
 
 Positions = Mapping[int, Position]

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -182,6 +183,27 @@ def test_a_rank_says_that_its_long_wait_is_over():
         position = failure.Position(*json.loads(state.board.get("at/0")))
         places.append((position.group, ChainEntry(*position.entry).number))
     assert places == [("shard", 1), ("shard", 2), ("", 0)]
+
+
+def test_a_rank_that_goes_on_has_started_what_its_thread_says_that_it_waits_for():
+    """Others would wait for its message, and might find a circle where there is none."""
+    group = Group("shard", [0, 1], 0, None, 30.0)
+
+    class GoesOn:
+        """Starts its next collective as soon as something of it has been read."""
+
+        @property
+        def awaited(self):
+            return PendingCollective(None, self, group, group.record_start("all_reduce", "", ""))
+
+        @property
+        def groups(self):
+            read = replace(group, chain=group.chain.copy())
+            group.record_start("all_reduce", "", "")
+            return {"shard": read}
+
+    read = failure.Position.of(GoesOn())
+    assert read.entry.number == read.groups["shard"][-1].number == 1
 
 
 def position(waits=None, **numbers):
