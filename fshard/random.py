@@ -37,7 +37,7 @@ def fold_in(key: torch.Tensor | int, data: torch.Tensor | int | Axis) -> torch.T
     (True, False)
     """
     refuse_donated("fold_in", flatten({"key": key, "data": data}))
-    number: Any = torch.tensor(comm.rank(data)) if isinstance(data, Axis) else _integers(data)
+    number: Any = torch.tensor(comm.coordinate(data)) if isinstance(data, Axis) else _integers(data)
     if number is None:
         raise ValueError(
             f"fold_in: data must be a whole number, a tensor of integers, or an Axis, got {describe(data)}. fs.axis_of "

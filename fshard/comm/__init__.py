@@ -21,6 +21,7 @@ from fshard.comm.collective import (
     all_gather,
     all_reduce,
     all_to_all,
+    coordinate,
     rank,
     reduce_scatter,
     start_all_gather,

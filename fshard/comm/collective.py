@@ -46,10 +46,16 @@ def rank(axis: Axis) -> int:
     >>> fs.testing.spmd(lambda: fs.comm.rank(fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))), world=2)
     [0, 1]
     """
-    coordinates = fake_coordinates.get()
-    if coordinates and axis.name in coordinates:
-        return coordinates[axis.name]
     return 0 if axis.size == 1 else _compat.resolve_process_group(axis.group_name).rank()
+
+
+def coordinate(axis: Axis) -> int:
+    """Look up this rank's coordinate on an axis; while there are fake axes, on the one of its name.
+
+    Such a coordinate may be beyond the ranks of a real axis, so what counts with `axis.size` asks for `rank` instead.
+    """
+    coordinates = fake_coordinates.get() or {}
+    return coordinates[axis.name] if axis.name in coordinates else rank(axis)
 
 
 def supports_cpu_messages(axis: Axis) -> bool:

@@ -232,6 +232,8 @@ def test_what_makes_no_sense_is_refused():
     axis = fs.axis_of(one_rank())
     with refused("'shard' of 1 ranks, which the step closes over; pass axes as arguments, or"):
         fs.plan(lambda state, x: fs.psum(x.sum(), axis), *args, mesh=MESH)
+    with refused("'shard' of 1 ranks, which the step closes over; pass axes as arguments, or"):
+        fs.plan(lambda state, x: fs.ragged_all_to_all(x, axis, [2], [2]), *args, mesh=MESH, rank=3)
     with refused("plan: the arguments have no Sharded leaf, so there is no state. Make one with fs.shard."):
         fs.plan(lambda _: 1, torch.ones(2), mesh=MESH)
 
