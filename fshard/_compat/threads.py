@@ -4,7 +4,7 @@ import ctypes
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -34,16 +34,21 @@ class ThreadedCollective(NamedTuple):
     run: Callable[[list[Any]], None]
 
 
-def hide_trace_from_pytest() -> AbstractContextManager[object]:
+@contextmanager
+def hide_trace_from_pytest() -> Iterator[None]:
     """Keep torch's structured trace out of the reports of pytest inside a block. Checked on 2.13 with pytest 9.2.
 
     The logger of the trace is always at level DEBUG, and switched on by any handler. pytest 9 adds its own to all
     loggers that do not propagate, so a test that fails would report each tensor that was traced as an empty line.
-    Handlers of others stay.
+    Handlers of others stay, also those that a program adds or removes in the block.
     """
     logger = logging.getLogger("torch.__trace")
-    others = [handler for handler in logger.handlers if not type(handler).__module__.startswith("_pytest.")]
-    return patch.object(logger, "handlers", others)
+    with ExitStack() as hidden:
+        for handler in list(logger.handlers):
+            if type(handler).__module__.startswith("_pytest."):
+                logger.removeHandler(handler)
+                hidden.callback(logger.addHandler, handler)
+        yield
 
 
 def thread_object(key: str) -> Any:

@@ -238,6 +238,19 @@ def test_traces_of_torch_stay_out_of_the_report_of_a_failing_test(caplog):
     assert [record for record in caplog.records if record.name == logger.name] == []
 
 
+def test_a_handler_that_a_program_adds_to_the_logger_of_traces_stays(caplog):
+    logger, added = logging.getLogger("torch.__trace"), logging.NullHandler()
+    logger.addHandler(caplog.handler)
+    try:
+        spmd(lambda: logger.addHandler(added), 1)
+        assert {caplog.handler, added} <= set(logger.handlers)
+        spmd(lambda: logger.removeHandler(added), 1)
+        assert added not in logger.handlers
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.removeHandler(added)
+
+
 def call_by_rank(*calls):
     return lambda: calls[my_rank()]()
 
