@@ -185,8 +185,10 @@ class ReductionOrder:
                 f'{api_name}: communicate="outer_once" needs leaves that are reduced over one axis after another, as '
                 'under fs.hsdp. Take such a strategy, or communicate="each" or "once".'
             )
-        if communicate or "once" not in self.communicate_values:
-            return communicate or "each"
+        if communicate:
+            return communicate
+        if "once" not in self.communicate_values:
+            return "each"
         policies = [spec.reshard or ReshardPolicy() for spec in flatten(params).specs]
         return "each" if all(policy.reduce_each_microbatch for policy in policies) else "once"
 

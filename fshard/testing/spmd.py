@@ -189,9 +189,9 @@ class _Simulation:
     def join(self, collective: ThreadedCollective) -> None:
         """Wait for a collective, on the thread of a rank that called it."""
         state = comm.rank_state()
-        call = _Call(collective, None, -1, queue.SimpleQueue())
-        if state.awaited:
-            call = call._replace(entry=state.awaited.entry, generation=state.generation)
+        issued = state.awaited
+        entry, generation = (issued.entry, state.generation) if issued else (None, -1)
+        call = _Call(collective, entry, generation, queue.SimpleQueue())
         self.inbox.put(partial(self._call, self.threads.index(threading.current_thread()), call))
         if error := call.reply.get():
             raise error
