@@ -219,6 +219,7 @@ def mark_donated(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
         For the plain ones, by their identity, new tensors that have their memory.
     """
     moved: dict[int, torch.Tensor] = {}
+    mark = {DONATED: True}
     dtype = device = None
     for leaf in leaves:
         tensor = leaf.local if isinstance(leaf, Sharded) else leaf
@@ -228,14 +229,18 @@ def mark_donated(leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
             device = tensor.device
             with _compat.outside_transforms():
                 empty = tensor.new_empty(0)
-            empty.__dict__[DONATED] = True
+            empty.__dict__ = mark
         if leaf is not tensor:
             replace_local(leaf, empty)
         elif id(leaf) not in moved:
             moved[id(leaf)] = leaf.data
             # Assign .data, so that autograd and modes see no operator.
             leaf.data = empty
-            leaf.__dict__[DONATED] = True
+            if type(leaf) is torch.Tensor:
+                # One dict for all: the garbage collector would count one for each.
+                leaf.__dict__ = mark
+            else:
+                leaf.__dict__[DONATED] = True
     return moved
 
 
