@@ -22,9 +22,10 @@ mesh of torch's, and so glibc as it is. In all systems it keeps all memory with
 
     GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184
 
-and the results say so. --pin keeps each rank, with the threads of its backend, on one core. Where the systems would
-need more than --memory-fraction of the memory that is available, they are measured in groups one after another, with
-the reference in each; one group that does not fit is refused.
+and the results say so. --manual-gc does for all systems what torchtitan does: the garbage collector is off during a
+round, and collects young objects between rounds. --pin keeps each rank, with the threads of its backend, on one core.
+Where the systems would need more than --memory-fraction of the memory that is available, they are measured in groups
+one after another, with the reference in each; one group that does not fit is refused.
 
 Ratios are medians over rounds of the ratio to the reference (torch DDP, or plain PyTorch) in the same round. The time
 of the main thread is CPU time, which waiting does not add to: what it exceeds plain PyTorch's by is overhead of the
@@ -32,10 +33,11 @@ host.
 """
 
 import argparse
+import gc
 import os
 import statistics
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -91,7 +93,7 @@ def measured(group: Sequence[str], parts: Sequence[str], args: argparse.Namespac
         for workers in ranks.values() if args.pin else ():
             workers.run(pin)
         for part in parts:
-            turn = partial(steps_of, ranks, args.configuration, part)
+            turn = partial(steps_of, ranks, args, part)
             samples[part] = in_turn(group, turn, args.dropped, args.rounds)
             check_losses(samples[part], args.ranks)
     return samples
@@ -110,10 +112,29 @@ def together(launches: Sequence[Samples]) -> Samples:
 
 
 def steps_of(
-    ranks: Mapping[str, fs.testing.Workers], configuration: Configuration, part: str, name: str, steps: int
+    ranks: Mapping[str, fs.testing.Workers], args: argparse.Namespace, part: str, name: str, steps: int
 ) -> Sequence[Turn]:
     """Let a system take steps, or parts of them, on each of its ranks."""
-    return ranks[name].run(lambda: take_turn(getattr(system_of(name, configuration), part), steps))
+    configuration = args.configuration
+    collecting = collecting_after if args.manual_gc else nullcontext
+
+    def take() -> Turn:
+        step = getattr(system_of(name, configuration), part)
+        with collecting():
+            return take_turn(step, steps)
+
+    return ranks[name].run(take)
+
+
+@contextmanager
+def collecting_after() -> Iterator[None]:
+    """Turn the garbage collector off, and collect young objects at the end."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.collect(1)
+        gc.enable()
 
 
 @cache
@@ -153,13 +174,17 @@ def summary(name: str, launches: Mapping[str, list[Samples]], reference: str) ->
 def write(args: argparse.Namespace, reference: str, samples: Mapping[str, list[dict[str, list[Samples]]]]) -> None:
     ranks = args.ranks
     name = args.configuration.name
-    results = report.circumstances("peers")
+    # Other results than those that the pages show.
+    suffix = "-manual-gc" if args.manual_gc else ""
+    results = report.circumstances(f"peers{suffix}")
     results |= {
         "configuration": {"name": name, **args.configuration._asdict()},
         **{"ranks": ranks, "backend": "gloo", "threads": 1},
         **{"reference": reference, "launches": args.launches, "rounds": args.rounds, "dropped_rounds": args.dropped},
         **{"pinned": args.pin, "allocator": os.environ.get("GLIBC_TUNABLES", "as it is")},
+        "manual_gc": args.manual_gc,
     }
+    collector = ", no garbage collection in a round" if args.manual_gc else ""
     columns = ("ms", "ratio", "quartiles", "starts", "guards", "to fsdp2", "main thread ms", "ratio", "page faults")
     bars = {}
     for part, groups in samples.items():
@@ -168,12 +193,12 @@ def write(args: argparse.Namespace, reference: str, samples: Mapping[str, list[d
         for number, summaries in enumerate(results[part], start=1):
             of = f", group {number} of {len(groups)}" if len(groups) > 1 else ""
             rows = {system: cells(values) for system, values in summaries.items()}
-            report.print_table(f"{title}, {name}, ranks: {ranks}{of}; {reference} = 1", columns, rows)
+            report.print_table(f"{title}, {name}, ranks: {ranks}{of}{collector}; {reference} = 1", columns, rows)
             label = "{}" if part == "step" else "{}, gradients"
             bars |= {label.format(system): values["ratio"] for system, values in summaries.items()}
-    file = args.results / f"{'one-rank' if ranks == 1 else 'peers'}-{name}.json"
+    file = args.results / f"{'one-rank' if ranks == 1 else 'peers'}-{name}{suffix}.json"
     report.write_json(file, results)
-    title = f"Time of a train step, {name}, ranks: {ranks}"
+    title = f"Time of a train step, {name}, ranks: {ranks}{collector}"
     marks = [report.Mark(1.0, reference)]
     report.write_bars(file.with_suffix(".png"), title, f"ratio to {reference}, lower is better", bars, marks)
 
@@ -201,6 +226,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="of each system; 1 is against plain PyTorch")
     parser.add_argument("--launches", type=int, default=3, help="times that the processes are started")
     parser.add_argument("--pin", action="store_true", help="each rank to a core of its own")
+    parser.add_argument("--manual-gc", action="store_true", help="collect garbage between rounds alone, in all systems")
     parser.add_argument("--rounds", type=int, default=4, help="rounds that count, of each launch")
     parser.add_argument("--dropped", type=int, default=2, help="rounds before them")
     parser.add_argument("--memory-fraction", type=float, default=0.8, help="of the available memory, to use at most")
