@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -125,7 +125,8 @@ class _Masked(ShardTransform):
     """One transform for the leaves that a mask matches and another for the rest; see `resolve_masks`."""
 
     transform: ShardTransform
-    mask: Mask
+    # No spec holds it, so that it may be an object that cannot be hashed.
+    mask: Mask = field(hash=False)
     otherwise: ShardTransform
 
     @property

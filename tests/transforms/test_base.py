@@ -119,6 +119,25 @@ def test_what_is_read_off_the_structure():
         assert reduction(transform)[:3] == expected, transform
 
 
+@dataclass
+class LargerThan:
+    """A mask that compares by value, and so cannot be hashed."""
+
+    elements: int
+
+    def __call__(self, name, leaf):
+        return leaf.numel() > self.elements
+
+
+@on_ranks(2)
+def test_a_mask_need_not_be_hashed():
+    mesh = one_axis()
+    masked = fs.masked(fs.fully_shard(mesh, min_shard_elements=0), LargerThan(3), fs.replicate(mesh))
+    for transform in (masked, fs.compose(fs.cast(gather=torch.bfloat16), masked), fs.Wrapped(masked)):
+        params = fs.shard({"a": torch.ones(3), "b": torch.ones(4)}, transform)
+        assert [params[name].local.numel() for name in params] == [3, 2]
+
+
 @dataclass(frozen=True)
 class Doubled(fs.Wrapped):
     """Doubles gradients, in the form of a scatter that starts."""
