@@ -237,7 +237,7 @@ def axis_index(axis: Axis) -> int:
     [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
     check_axis("axis_index", axis)
-    return comm.coordinate(axis)
+    return comm.rank(axis)
 
 
 def _concatenate(tensors: Tensors, axis: Axis, label: str, dim: int) -> Tensors:

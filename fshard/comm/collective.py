@@ -52,7 +52,7 @@ def rank(axis: Axis) -> int:
 def coordinate(axis: Axis) -> int:
     """Look up this rank's coordinate on an axis; while there are fake axes, on the one of its name.
 
-    Such a coordinate may be beyond the ranks of a real axis, so what counts with `axis.size` asks for `rank` instead.
+    It is for keys alone: it may be beyond the ranks of a real axis, so what counts with `axis.size` asks for `rank`.
     """
     coordinates = fake_coordinates.get() or {}
     return coordinates[axis.name] if axis.name in coordinates else rank(axis)

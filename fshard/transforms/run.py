@@ -76,10 +76,12 @@ def start_scatter(
 def check_stateless(transform: ShardTransform) -> None:
     """Refuse a transform with a state where nobody can carry one."""
     if reduction(transform).has_state:
+        remedy = (
+            "Use fs.value_and_grad outside of vmap and of other derivatives, or differentiate by gathered parameters "
+            "and call fs.scatter_grads(..., transform_state=...)."
+        )
         raise ValueError(
-            "fs.gather: this strategy keeps a state between steps, which autograd cannot pass on. Use "
-            "fs.value_and_grad outside of vmap and of other derivatives, or differentiate by gathered parameters and "
-            "call fs.scatter_grads(..., transform_state=...)."
+            f"fs.gather: this strategy keeps a state between steps, which autograd cannot pass on. {remedy}"
         )
 
 
