@@ -104,6 +104,7 @@
 - `open_regular`: opens a file for reading, and refuses a pipe or a device; links are followed.
 - `padded`: this rank's elements of a leaf with the padding of its shard.
 - `PassedGraph`: what a `GraphPass` returns: the function as another graph, and the facts that ranks compare.
+- `pair_leaves`: pairs the leaves of the trees of an update, and refuses other numbers of leaves.
 - `partition_axes`: the axes whose ranks hold different elements of a leaf.
 - `POSITIVE`: a `Range`: above 0.
 - `Problem`: one leaf that is wrong, for `refuse`.
@@ -264,6 +265,7 @@ from fshard.tree import (
     like,
     map_leaves,
     matches,
+    pair_leaves,
     tensor_of,
     tensors_of,
     unflatten,
@@ -413,6 +415,7 @@ __all__ = [
     "no_updates",
     "open_regular",
     "padded",
+    "pair_leaves",
     "partition_axes",
     "prepare",
     "process_rank",

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from fshard.errors import expect
-from fshard.tree import Axis, Tree, attributes_of, is_sharded, is_trained, map_leaves
+from fshard.tree import Axis, Tree, attributes_of, is_sharded, is_trained, map_leaves, pair_leaves
 from fshard.tree.checks import FINITE, check_numbers
 
 
@@ -28,9 +27,7 @@ def check_same_splits(*columns: Sequence[Any]) -> None:
         ValueError: if they have different numbers of leaves, or with the partitions of the first leaves at one place
             that are split in different ways.
     """
-    counts = list(map(len, columns))
-    remedy = "pass trees made from the same parameters"
-    expect(len(set(counts)) == 1, "update", "gradients, parameters and state of as many leaves", f"{counts}", remedy)
+    pair_leaves(*columns)
     # No line of Python runs for each of thousands.
     specs = [attributes_of(leaves, "spec") for leaves in columns]
     # Mostly they share spec objects.

@@ -1,13 +1,13 @@
 """Maps over trees: over the plain tensors, over leaves with Sharded ones kept whole, over nodes of a class."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import optree
 import torch
 
-from fshard.errors import refuse
+from fshard.errors import expect, refuse
 from fshard.tree.checks import refuse_donated, same_structure
 from fshard.tree.flat import Flat, Misfit, Tree, flatten, leaves_of, unflatten
 from fshard.tree.nodes import Sharded, is_sharded, tensor_of
@@ -41,6 +41,14 @@ def map_nodes(f: Callable[[Any], Any], tree: Tree, cls: type) -> Tree:
     return optree.tree_map(map_leaf, tree, is_leaf=is_leaf, none_is_leaf=True)
 
 
+def pair_leaves(*columns: Sequence[Any]) -> Iterable[tuple[Any, ...]]:
+    """Pair the leaves of the trees of an update, and refuse those of trees that have other numbers of leaves."""
+    counts = list(map(len, columns))
+    remedy = "pass trees made from the same parameters"
+    expect(len(set(counts)) == 1, "update", "gradients, parameters and state of as many leaves", f"{counts}", remedy)
+    return zip(*columns, strict=True)
+
+
 def map_leaves(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """Map `f` over the leaves that `flatten` finds, Sharded and None kept whole, where `tree_map` sees tensors.
 
@@ -53,7 +61,7 @@ def map_leaves(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
         A tree of f's results.
     """
     flat = flatten(tree)
-    return flat.unflatten([f(*row) for row in zip(flat.leaves, *map(leaves_of, rest), strict=True)])
+    return flat.unflatten([f(*row) for row in pair_leaves(flat.leaves, *map(leaves_of, rest))])
 
 
 def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:

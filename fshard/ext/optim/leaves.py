@@ -21,6 +21,7 @@ from fshard.extend import (
     map_leaves,
     map_trained_leaves,
     no_updates,
+    pair_leaves,
     partition_axes,
     refuse,
     refuse_donated,
@@ -181,7 +182,7 @@ def leafwise(
     flat = flatten(old[0])
     columns = [leaves_of(tree) for tree in (grads, *old, *given)]
     check_same_splits(*columns[: 1 + len(old)])
-    rows = [make_leaves(*row) for row in zip(*columns, strict=True)]
+    rows = [make_leaves(*row) for row in pair_leaves(*columns)]
     trees = []
     for i in range(len(old)):
         trees.append(flat.unflatten([row[i] for row in rows]))

@@ -17,6 +17,7 @@ from fshard.extend import (
     leaves_of,
     local_piece,
     map_leaves,
+    pair_leaves,
     refuse,
     refuse_donated,
     run_update,
@@ -89,7 +90,7 @@ def _update(tx: fs.Optimizer, grads: Any, state: WholeState, params: Any) -> tup
     _check_states(flat, states)
     # By the axes over which leaves are joined the rows of these leaves, by the number of the leaf.
     rows_by_axes: dict[tuple[fs.Axis, ...], dict[int, Row]] = {}
-    for i, (name, grad) in enumerate(zip(flat.names, flatten(grads).leaves, strict=True)):
+    for i, (name, grad) in enumerate(pair_leaves(flat.names, flatten(grads).leaves)):
         leaf = leaves[i]
         if states[i] is None and not is_trained(leaf):
             continue

@@ -29,6 +29,7 @@ from fshard.extend import (
     map_trained_leaves,
     masked_transform,
     matches,
+    pair_leaves,
     run_update,
     sum_over,
     tensor_of,
@@ -446,7 +447,7 @@ class _Partition(NamedTuple):
 
 def _select(flat: Any, owners: Sequence[int | None], i: int) -> Any:
     """Make a tree of the leaves of one member, and None in the place of others."""
-    rows = zip(flat.leaves, owners, strict=True)
+    rows = pair_leaves(flat.leaves, owners)
     return flat.unflatten([leaf if owner == i else None for leaf, owner in rows])
 
 
