@@ -33,7 +33,7 @@ from fshard.tree import (
     tensor_of,
     tensors_of,
 )
-from fshard.tree.checks import check_floating, describe, refuse_donated, refuse_frozen_counters
+from fshard.tree.checks import FINITE, check_floating, check_numbers, describe, refuse_donated, refuse_frozen_counters
 from fshard.update import Optimizer, Updated
 
 # By the names of the torch class: its state of one parameter, and its hyperparameters.
@@ -306,6 +306,7 @@ class _WrappedClass:
                 f"update: inject names {', '.join(lost)}, which hyper of the state does not have. To replace some "
                 "numbers, keep the others: state._replace(hyper=state.hyper | {...})."
             )
+        check_numbers("update", FINITE, **state.hyper)
 
     def _make_slots(
         self,

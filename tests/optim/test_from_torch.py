@@ -150,7 +150,7 @@ def test_slots_are_taken_by_the_keys_of_their_parameters():
     # A tree at the place of a leaf is none of this structure.
     deep = {name: {"a": slot["a"], "b": {"c": {"d": slot["b"]["c"]}}} for name, slot in state.slots.items()}
     assert_same_bits(tx.update(grads, state._replace(slots=deep), params), expected)
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="as many leaves"):
         tx.update(grads, state._replace(slots=state.slots | {"exp_avg": {"a": params["a"]}}), params)
 
 

@@ -151,6 +151,14 @@ ROWS = [
         "update: inject names weight_decay, which hyper of the state does not have. To replace some numbers, keep the "
         "others: state._replace(hyper=state.hyper | {...}).",
     ),
+    (
+        lambda: INJECTED.update(
+            PARAMS,
+            INJECTED.init(PARAMS)._replace(hyper={"lr": torch.ones(3), "weight_decay": torch.tensor(0.0)}),
+            PARAMS,
+        ),
+        "update: expected lr to be a finite number, got a float32 Tensor of shape (3,)",
+    ),
     (lambda: fs.global_norm(W, 0.0), "global_norm: expected p to be a number above 0, got 0.0"),
 ]
 
