@@ -1,8 +1,8 @@
 """models: estimates of a model that a user's factory makes, by extrapolation over its depth where it has one."""
 
-import importlib
 import inspect
 import math
+import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -73,13 +73,14 @@ def make_workload(name: str, units: Any = None) -> Workload:
 
 
 def _import_factory(name: str) -> Callable[..., Any]:
-    package, _, attribute = name.partition(":")
     try:
-        return getattr(importlib.import_module(package), attribute)
-    except (ImportError, AttributeError) as error:
+        factory = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"plan: model must be package:factory, a function that can be imported, and {name!r} cannot: {error}"
         ) from None
+    expect(callable(factory), "plan", f"model {name} to be a function", describe(factory))
+    return factory
 
 
 class Block(NamedTuple):

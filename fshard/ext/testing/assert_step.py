@@ -132,7 +132,9 @@ def _check_path(snapshot: Any, update: bool) -> Path | None:
         expect(not update, API_NAME, "snapshot to be the path of the file to update", "None")
         return None
     expect(isinstance(snapshot, str | os.PathLike), API_NAME, "snapshot to be a path or None", describe(snapshot))
-    return Path(snapshot)
+    path = Path(snapshot)
+    expect(not path.is_dir(), API_NAME, "snapshot to be a file", f"the directory {path}")
+    return path
 
 
 class _Cost(NamedTuple):

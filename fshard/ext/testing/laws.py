@@ -1,8 +1,10 @@
 """Checks of the laws that your own sharding transform has to keep."""
 
 import math
+import operator
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -99,10 +101,10 @@ def _inner_products(transform: fs.ShardTransform, params: Any, seed: int) -> Any
     """List for each leaf <gather(x), y>, <x, scatter(y)> and the sum of |gather(x) y|, over all ranks."""
     specs = [leaf.spec for leaf in params]
     # Clones, because a transform that writes to its arguments would look like one with a wrong transpose.
-    gathered = _gather(transform, [leaf.local.clone() for leaf in params], specs)
+    gathered, _ = _run(transform, "gather", specs, [leaf.local.clone() for leaf in params])
     drawn = _draw_normal([full.shape for full in gathered], torch.float64, seed)
     cotangents = [y.to(full.dtype) for y, full in zip(drawn, gathered, strict=True)]
-    scattered, _ = _scatter(transform, [y.clone() for y in cotangents], specs, _first_states(params))
+    scattered, _ = _run(transform, "scatter", specs, [y.clone() for y in cotangents], _first_states(params))
     rows = []
     for leaf, full, y, grad in zip(params, gathered, cotangents, scattered, strict=True):
         copies = math.prod(axis.size for axis in transform.axes if leaf.spec.dim_of(axis) is None)
@@ -110,17 +112,15 @@ def _inner_products(transform: fs.ShardTransform, params: Any, seed: int) -> Any
     return sum_over(torch.tensor(rows, dtype=torch.float64), transform.axes).tolist()
 
 
-def _gather(transform: fs.ShardTransform, leaves: Any, specs: Sequence[fs.Spec]) -> Any:
-    return check_results(transform, "gather", transform.gather(leaves, specs), _paths(specs), specs)
-
-
-def _scatter(transform: fs.ShardTransform, grads: Any, specs: Sequence[fs.Spec], states: Any) -> Any:
-    shards, new_states = start_scatter(transform, grads, specs, states)()
-    return check_results(transform, "scatter", shards, _paths(specs), specs), new_states
-
-
-def _paths(specs: Sequence[fs.Spec]) -> list[str]:
-    return [f"[{i}]" for i in range(len(specs))]
+def _run(transform: fs.ShardTransform, half: str, specs: Sequence[fs.Spec], tensors: Any, *states: Any) -> Any:
+    """Run gather, or with states scatter; return its results, which must be such as a step takes, and new states."""
+    new_states: Any = ()
+    if states:
+        results, new_states = start_scatter(transform, tensors, specs, *states)()
+    else:
+        results = transform.gather(tensors, specs)
+    paths = [f"[{i}]" for i in range(len(specs))]
+    return check_results(transform, half, results, paths, specs), new_states
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -200,22 +200,14 @@ def check_transform(
     expect(not split, "check_transform", "leaves that gather makes whole", f"some split over {split}", remedy)
     full = _draw_normal(shapes, dtype, seed)
     params = fs.shard(full, transform)
-    specs = [leaf.spec for leaf in params]
-
-    def gather(leaves: Any) -> Any:
-        return _gather(transform, leaves, specs * (len(leaves) // len(specs))), ()
-
-    def scatter(grads: Any, states: Any) -> Any:
-        return _scatter(transform, grads, specs * (len(grads) // len(specs)), states)
-
-    claims = _Claims()
+    claims = _Claims(transform, [leaf.spec for leaf in params])
     pickled = pickle.loads(pickle.dumps(transform))
     differs = pickled != transform or hash(pickled) != hash(transform)
     claims.add("equality of a pickled copy (use a frozen dataclass): differences", differs)
     claims.add("unshard(shard(x)): differing leaves", _count_differing(fs.unshard(params), full))
-    gathered, gather_bytes = claims.add_call("gather", gather, [leaf.local for leaf in params])
+    gathered, gather_bytes = claims.add_call("gather", [leaf.local for leaf in params])
     grads = [torch.cos(tensor) for tensor in gathered]
-    _, scatter_bytes = claims.add_call("scatter", scatter, grads, _first_states(params))
+    _, scatter_bytes = claims.add_call("scatter", grads, _first_states(params))
     distances = []
     for i, (result, leaf) in enumerate(zip(gathered, full, strict=True)):
         distance = _largest(result - leaf.to(result.dtype)) / (_largest(leaf) or 1.0)
@@ -230,7 +222,9 @@ def check_transform(
 class _Claims:
     """Claims about a transform; those that do not hold become problems."""
 
-    def __init__(self) -> None:
+    def __init__(self, transform: fs.ShardTransform, specs: list[fs.Spec]) -> None:
+        self._transform = transform
+        self._specs = specs
         self.problems: list[Problem] = []
 
     def add(self, path: str, value: float, bound: float = 0.0) -> None:
@@ -238,7 +232,7 @@ class _Claims:
         if not value <= bound:
             self.problems.append(Problem(path, f"{value:.4g}", f"at most {bound:.4g}"))
 
-    def add_call(self, name: str, run: Callable[..., Any], tensors: Any, *states: Any) -> tuple[Any, float]:
+    def add_call(self, name: str, tensors: Any, *states: Any) -> tuple[Any, float]:
         """Call gather or scatter, and claim that it repeats its bits, writes to no input, and takes a batch of vmap.
 
         It is also called with all leaves twice: of leaves that share a shape, none may change what another one gives.
@@ -246,31 +240,28 @@ class _Claims:
         Returns:
             The tensors that it returned, and the bytes that it sent.
         """
+        run = partial(_run, self._transform, name)
         inputs = [tensors, *states]
         before = fs.tree_map(torch.clone, inputs)
         with fs.comm.record() as record:
-            result = run(*inputs)
-        self.add(f"{name} twice: differing leaves", _count_differing(run(*inputs), result))
+            result = run(self._specs, *inputs)
+        self.add(f"{name} twice: differing leaves", _count_differing(run(self._specs, *inputs), result))
         self.add(f"{name}'s inputs: leaves it wrote to", _count_differing(before, inputs))
         for new_states, old_states in zip(result[1:], states, strict=False):
-            unlike = sum(_kind(new) != _kind(old) for new, old in zip(new_states, old_states, strict=True))
+            unlike = sum(map(operator.ne, fs.tree_map(describe, new_states), fs.tree_map(describe, old_states)))
             self.add(f"{name}'s new states: leaves whose state has other shapes or dtypes than the old one", unlike)
         doubled = [2 * tensor for tensor in tensors]
-        result_doubled = run(doubled, *states)
+        result_doubled = run(self._specs, doubled, *states)
         separate = [[*of_tensors, *of_doubled] for of_tensors, of_doubled in zip(result, result_doubled, strict=True)]
-        together = run([*tensors, *doubled], *([*old_states, *old_states] for old_states in states))
+        together = run(2 * self._specs, [*tensors, *doubled], *(2 * old_states for old_states in states))
         path = f"{name} of all leaves twice: leaves that differ from single calls"
         # Their sums may round in another way where matrices of one shape are multiplied together.
         self.add(path, len(differing_leaves(list(map(list, together)), separate)))
         if not fs.tree_leaves(states):
-            batched, _ = run(_stack(tensors, doubled), *states)
+            batched, _ = run(self._specs, _stack(tensors, doubled), *states)
             path = f"{name} with a batch of vmap behind the dims: leaves that differ from single calls"
             self.add(path, _count_differing(list(batched), _stack(result[0], result_doubled[0])))
         return result[0], record.bytes_sent()
-
-
-def _kind(state: Any) -> str:
-    return f"{fs.tree_map(describe, state)}"
 
 
 def _stack(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> list[torch.Tensor]:

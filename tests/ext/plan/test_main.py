@@ -178,6 +178,11 @@ BAD = (
         "plan: model must be package:factory, a function that can be imported, and 'no_such:factory' cannot: ",
         ["--model", "no_such:factory"],
     ),
+    ("plan: expected model math:pi to be a function, got a float", ["--model", "math:pi"]),
+    *(
+        (f"plan: model must be package:factory, a function that can be imported, and {name!r}", ["--model", name])
+        for name in (":factory", ".models:factory")
+    ),
     (f"plan: expected {HERE}:Feed to return (module, batch), where module(*batch)", ["--model", f"{HERE}:Feed"]),
     (
         "plan: world size must be a multiple of hsdp's 3 ranks a node, and 4 is not.",

@@ -159,6 +159,9 @@ def test_a_snapshot_is_written_on_purpose_alone(checked_once, tmp_path):
     )
     with pytest.raises(FileNotFoundError, match=f"^{re.escape(error)}$"):
         assert_contract(snapshot=path)
+    for update in (False, True):
+        with pytest.raises(ValueError, match=r"^assert_step: expected snapshot to be a file, got the directory "):
+            assert_contract(snapshot=tmp_path, update=update)
     fail(snapshot=path, update=True, collectives=5)
     assert list(tmp_path.iterdir()) == []
     path = tmp_path / "snapshots" / path.name
