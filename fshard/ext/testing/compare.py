@@ -71,12 +71,15 @@ def differing_leaves(
     actual: Any, expected: Any, rtol: float | None = None, atol: float | None = None, exact: bool = False
 ) -> list[Problem]:
     """List the leaves of two trees that differ; see `assert_trees_close`."""
-    flat, expected_flat = flatten(actual), flatten(expected)
+    flat = flatten(actual)
+    expected_flat = flatten(expected)
     same_structure("assert_trees_close", flat, expected_flat)
-    left, right = list(flat.leaves), list(expected_flat.leaves)
+    left = list(flat.leaves)
+    right = list(expected_flat.leaves)
     for i, (a, b) in enumerate(zip(left, right, strict=True)):
         if isinstance(a, fs.Sharded) and isinstance(b, fs.Sharded) and a.spec == b.spec:
-            left[i], right[i] = without_padding(a), without_padding(b)
+            left[i] = without_padding(a)
+            right[i] = without_padding(b)
     words = "equal values" if exact else "close values"
     if exact:
         rtol = atol = 0.0
@@ -224,11 +227,7 @@ def assert_matches_ddp(
         before = _copy_tensors(named_parameters(reference.module))
         expected = _step_of_ddp(reference, torch_optimizer, loss_fn(reference, batch), group)
         state_before = state
-        out = train_step(state, batch)
-        parts = out if type(out) is tuple else (out,)
-        is_pair = len(parts) == 2 and isinstance(parts[0], fs.TrainState) and isinstance(parts[1], torch.Tensor)
-        expect(is_pair, _API_NAME, "train_step to return (state, loss)", ", ".join(map(describe, parts)))
-        state, objective = out
+        state, objective = _check_result(train_step(state, batch))
         # A state without buffers leaves those of the module as they were.
         buffers = initial | dict(fs.unshard(state.buffers) or {})
         actual = {"loss": objective.detach(), "params": fs.unshard(state.params), "buffers": buffers}
@@ -241,6 +240,14 @@ def assert_matches_ddp(
         has_trained |= 0 < _flat_change(expected["params"], before).abs().max().item() < math.inf
     expect(has_trained, _API_NAME, "batches, not used up, that change DDP's parameters to finite ones", "none")
     return state
+
+
+def _check_result(out: Any) -> Any:
+    """Refuse what a train step returns if it is no pair of a state and a loss."""
+    parts = out if type(out) is tuple and out else (out,)
+    is_pair = len(parts) == 2 and isinstance(parts[0], fs.TrainState) and isinstance(parts[1], torch.Tensor)
+    expect(is_pair, _API_NAME, "train_step to return (state, loss)", ", ".join(map(describe, parts)))
+    return out
 
 
 def _check_kinds(**arguments: Any) -> None:

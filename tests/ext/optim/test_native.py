@@ -10,7 +10,7 @@ from fshard.rounding import tolerance
 from fshard.testing import assert_trees_close
 from tests.ranks import on_ranks
 from tests.tolerance import within
-from tests.trees import STRATEGIES, assert_same_bits, meshes, normal
+from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
 
 STEPS = 5
 SHAPES = {"w": (5, 3), "vector": (7,), "one": (1,), "scalar": (), "empty": (0, 3)}
@@ -66,6 +66,21 @@ def test_a_state_of_another_optimizer_is_refused(tx, other, expected, got):
     text = f"update: expected {expected}, got {got}; pass the state that init of this optimizer made"
     with pytest.raises(ValueError, match=f"^{text}$"):
         tx.update(tree(1), other.init(params), params)
+
+
+@on_ranks(2)
+def test_gradients_of_another_tree_are_refused_by_each_optimizer_that_is_called_itself():
+    params = fs.shard({"v": torch.ones(5), "w": torch.ones(4, 3)}, fs.zero2(one_axis(), min_shard_elements=0))
+    text = r"^update: expected gradients, parameters and state of as many leaves, got \[.*{}.*\]; pass trees made from"
+    adam = fs.from_torch(torch.optim.Adam)
+    optimizers = [fs.sgd(0.1, momentum=0.9), fs.adam(0.1), fs.adamw(0.1), fs.lamb(0.1), fs.lars(0.1), fs.adafactor(0.1)]
+    optimizers += [fs.partition({"v": adam, "w": fs.sgd(0.1)}), fs.freeze(adam, "v"), fs.whole(adam)]
+    optimizers += [fs.ema(fs.adam(0.1), 0.9), fs.skip_nonfinite(adam), fs.add_decayed_weights(0.1)]
+    for tx in optimizers:
+        state = tx.init(params)
+        for grads, count in (({**params, "x": params["v"]}, 3), ({"w": params["w"]}, 1), (None, 1)):
+            with pytest.raises(ValueError, match=text.format(count)):
+                tx.update(grads, state, params)
 
 
 def test_leaves_keep_their_dtype():
