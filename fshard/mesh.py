@@ -202,6 +202,8 @@ def axis_of(mesh: Mesh | Axis, name: str | None = None) -> Axis:
         needed = f"one of the mesh's ranks {mesh.mesh.flatten().tolist()}"
         expect(False, "mesh", needed, f"rank {dist.get_rank()}", "call it on these alone")
     _compat.release_groups_at_exit(mesh)
+    gone = "one that destroy_process_group has ended"
+    expect(dist.is_initialized(), "mesh", "process groups that exist", gone, "call fs.init_mesh again")
     return Axis(name, mesh.size(names.index(name)), mesh.get_group(name).group_name, mesh.device_type)
 
 

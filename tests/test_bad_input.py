@@ -124,7 +124,7 @@ TREES = [
     on_world(
         "gather: leaves live on a mesh that this process is not part of\n"
         "  ['a']: axis 'shard' of 2 ranks in group 'gone' is not available here\n"
-        "To fix: shard the tree on a mesh of this process.",
+        "To fix: shard the tree on a mesh of this process, and after destroy_process_group call fs.init_mesh again.",
         lambda w: fs.gather({"a": replace(w.params["a"], spec=GONE)}),
     ),
 ]

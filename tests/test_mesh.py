@@ -292,6 +292,34 @@ def test_a_rank_beyond_those_that_there_are_is_refused_at_once():
     assert negative.startswith(f"{expected}'-1'; ")
 
 
+def use_destroyed_groups(directory):
+    """Print what calls say after the program has ended torch's process groups."""
+    mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    params = fs.shard({"w": torch.ones(4)}, fs.zero3(mesh, min_shard_elements=0))
+    manager = checkpoint.Manager(directory)
+    manager.save(params, step=1)
+    dist.destroy_process_group()
+    for call in (manager.close, lambda: fs.zero3(mesh), lambda: ranks_of(mesh), lambda: fs.unshard(params)):
+        try:
+            call()
+        except ValueError as error:
+            print(str(error).replace("\n", " "))
+    mesh = fs.init_mesh({"shard": -1}, device="cpu")
+    print(fs.unshard(params)["w"].sum().item(), checkpoint.Manager(directory).latest_step())
+
+
+def test_calls_after_destroy_process_group_say_that_it_was_called(tmp_path):
+    """Programs of torch end with it, often before the block of a Manager does."""
+    for process in run_on_ranks(2, use_destroyed_groups, tmp_path):
+        assert not process.code, process.errors
+        manager, strategy, ranks, leaves, afterwards = process.output.splitlines()
+        gone = "process groups that exist, got one that destroy_process_group has ended; "
+        assert manager.endswith(f"expected {gone}call that after the last save is complete, or fs.init_mesh again")
+        assert strategy == ranks == f"mesh: expected {gone}call fs.init_mesh again"
+        assert leaves.endswith("on a mesh of this process, and after destroy_process_group call fs.init_mesh again.")
+        assert afterwards == "4.0 1"
+
+
 @pytest.mark.parametrize(
     ("name", "text", "first"),
     (

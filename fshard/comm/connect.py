@@ -13,6 +13,7 @@ from fshard.comm.failure import FailureWatcher, ask_store, notify_peers, read_no
 from fshard.comm.groups import ChainEntry, Group, PendingCollective, RankState
 from fshard.comm.links import list_peers, swap_in_rounds
 from fshard.comm.meeting import Meeting
+from fshard.errors import expect
 
 
 def connect_groups(
@@ -55,6 +56,13 @@ def connect_groups(
 
 def _describe_group(state: RankState, name: str) -> Group:
     """Describe a group that is not connected yet."""
+    expect(
+        _compat.group_size(name) is not None,
+        "mesh",
+        "process groups that exist",
+        "one that destroy_process_group has ended",
+        "call that after the last save is complete, or fs.init_mesh again",
+    )
     ranks = dist.get_process_group_ranks(_compat.resolve_process_group(name))
     return Group(name, ranks, ranks.index(state.rank), None, _compat.timeout_of(name), links=state.simulation)
 

@@ -374,7 +374,7 @@ def check_axes(api_name: str, flat: Flat) -> None:
         refuse(
             f"{api_name}: leaves live on a mesh that this process is not part of",
             flat.problems(misfit),
-            "shard the tree on a mesh of this process",
+            "shard the tree on a mesh of this process, and after destroy_process_group call fs.init_mesh again",
         )
 
 

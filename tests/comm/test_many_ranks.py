@@ -39,6 +39,7 @@ def test_keys_of_a_group_of_thousands_of_ranks_fit_in_the_store(monkeypatch):
         lengths.extend(len(key) for key in store.list_keys())
 
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: list(range(MANY)))
+    monkeypatch.setattr(_compat, "group_size", lambda _: MANY)
     monkeypatch.setattr(_compat, "resolve_process_group", lambda _: None)
     monkeypatch.setattr(_compat, "timeout_of", lambda _: 20.0)
     monkeypatch.setattr(_compat, "make_pair", make_pair)
