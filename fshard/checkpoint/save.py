@@ -53,7 +53,7 @@ def save(
             before, and the host waits until all of it is copied: steps that follow, donated ones too, change nothing
             in the checkpoint. The checkpoint is complete when all ranks have written; `Saving.wait` waits for that, and
             raises the error of a rank that could not. A program that ends before waits up to 300 s for its own file,
-            and on the first rank 30 s more for those of others, and says on standard error why it is not complete.
+            and on the first rank 20 s more for those of others, and says on standard error why it is not complete.
         mesh: The mesh of one axis over the ranks that save; None where all ranks of this run do.
 
     Returns:

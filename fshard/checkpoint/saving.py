@@ -16,8 +16,9 @@ from fshard.checkpoint.unfinished import Unfinished
 
 # An exit waits for this rank's write no longer than this; a disk of 0.5 GB/s takes 150 GB in the time.
 EXIT_SECONDS = 300.0
-# The first rank, when it has written, waits for other ranks no longer than this, as they may have been killed.
-OTHERS_SECONDS = 30.0
+# The first rank, when it has written, waits for other ranks no longer than this, as they may have been killed. Then it
+# says why the checkpoint is not complete: torchrun and Slurm kill a rank 30 s after they have told it to end.
+OTHERS_SECONDS = 20.0
 # How often the first rank looks for what others have written: at first, and at last.
 FIRST_LOOK = 0.01
 LAST_LOOK = 1.0

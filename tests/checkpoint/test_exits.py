@@ -67,6 +67,11 @@ def test_an_exit_says_why_a_save_is_not_complete(ending, patch, reasons, tmp_pat
     assert names(tmp_path) == ["step-00000001.0", "step-00000003.1"]
 
 
+def test_the_first_rank_says_why_before_its_launcher_kills_it():
+    """torchrun and Slurm kill a rank 30 s after they have told it to end; what it says later is lost, its error too."""
+    assert saving.OTHERS_SECONDS <= 20.0
+
+
 def test_a_save_that_was_waited_for_is_not_spoken_of(tmp_path, capsys, monkeypatch):
     """The error that `wait` raised is enough."""
     fail_writes(monkeypatch)
