@@ -3,8 +3,8 @@
 from typing import Any, NamedTuple
 
 import torch
-from gpt import SEED, Configuration
 from torch import nn
+from trained_gpt import SEED, Configuration
 
 import fshard as fs
 
@@ -42,7 +42,7 @@ class CausalModel(nn.Module):
 
 
 class Architecture(NamedTuple):
-    """A class of models, the sizes of its configuration, and a batch, in the place of a gpt.Configuration."""
+    """A class of models, the sizes of its configuration, and a batch, in the place of a trained_gpt.Configuration."""
 
     name: str
     model: type[nn.Module]

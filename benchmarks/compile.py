@@ -17,7 +17,7 @@ from typing import Any
 
 import report
 import torch
-from gpt import SEED, Block, Configuration
+from trained_gpt import SEED, Block, Configuration
 
 import fshard as fs
 

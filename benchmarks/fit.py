@@ -41,7 +41,6 @@ import torch
 import torch.distributed as dist
 from architectures import Configured, parse
 from bound import bounds_of
-from gpt import SEED
 from rivals import ADAMW, System, adamw, torch_system
 from torch import nn
 from torch._functorch import config as partitioner
@@ -49,6 +48,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
+from trained_gpt import SEED
 
 import fshard as fs
 from fshard.ext.fit.search import find_plan

@@ -27,12 +27,12 @@ from typing import Any, NamedTuple
 import report
 import rivals
 import torch
-from gpt import Configuration
 from predict import MIXED, Chip, chip_of, flops_of, predicted_apart
 from rivals import Batch, Maker, System
 from rounds import mean_over_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from trained_gpt import Configuration
 
 import fshard as fs
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from gpt import Configuration
 from rivals import total_bytes
+from trained_gpt import Configuration
 
 # What a system keeps between steps, in sizes of the parameters, where it does not shard everything.
 COPIES = {"plain": 3.0, "ddp": 4.0, "zero-redundancy": 3.0, "fshard-ddp": 3.0, "fshard-ddp-graph": 3.0}

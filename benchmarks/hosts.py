@@ -36,10 +36,10 @@ from typing import Any
 import report
 import torch
 import torch.distributed as dist
-from gpt import Configuration
 from groups import grouped
 from rivals import SYSTEMS, make
 from rounds import mean_over_ranks
+from trained_gpt import Configuration
 
 import fshard as fs
 

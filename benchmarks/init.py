@@ -29,11 +29,11 @@ import meter
 import report
 import torch
 import torch.distributed as dist
-from gpt import SEED, Block, Configuration
 from rivals import total_bytes
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from trained_gpt import SEED, Block, Configuration
 
 import fshard as fs
 

@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 
 import report
 import torch
-from gpt import SEED
 from rivals import ADAMW, MAX_NORM, SYSTEMS, Batch, System, torch_system
 from rounds import Samples, Turn, check_losses, take_turn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from trained_gpt import SEED
 
 import fshard as fs
 

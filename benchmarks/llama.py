@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from gpt import SEED
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from trained_gpt import SEED
 
 
 class Block(nn.Module):

@@ -45,11 +45,11 @@ from typing import Any
 
 import report
 import torch.distributed as dist
-from gpt import Configuration
 from groups import grouped
 from rivals import SYSTEMS, System, make
 from rounds import Samples, Turn, check_losses, in_turn, paired, take_turn
 from torch.distributed.device_mesh import init_device_mesh
+from trained_gpt import Configuration
 
 import fshard as fs
 

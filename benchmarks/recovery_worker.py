@@ -39,7 +39,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def configuration_of(args: argparse.Namespace) -> Any:
-    from gpt import Configuration
+    from trained_gpt import Configuration
 
     return Configuration.parse(args.configuration)
 

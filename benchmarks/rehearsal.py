@@ -34,9 +34,9 @@ import loop_backend
 import report
 import rivals
 import torch
-from gpt import Configuration
 from predict import MIXED
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from trained_gpt import Configuration
 
 import fshard as fs
 

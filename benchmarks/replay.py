@@ -29,7 +29,7 @@ import meter
 import report
 import torch
 import torch.distributed as dist
-from gpt import Configuration
+from trained_gpt import Configuration
 
 import fshard as fs
 

@@ -31,11 +31,11 @@ import meter
 import report
 import torch
 import torch.distributed as dist
-from gpt import SEED, Configuration
 from rivals import ADAMW, adamw, total_bytes
 from rounds import mean_over_ranks, paired
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from trained_gpt import SEED, Configuration
 
 import fshard as fs
 from fshard.rounding import tolerance

@@ -15,8 +15,8 @@ from typing import Any
 import report
 import torch
 import torch.distributed as dist
-from gpt import SEED, Block, Configuration
 from rounds import measure, paired
+from trained_gpt import SEED, Block, Configuration
 
 import fshard as fs
 

@@ -24,8 +24,8 @@ from typing import Any
 import report
 import torch
 import torch.distributed as dist
-from gpt import Configuration
 from rivals import SYSTEMS, make
+from trained_gpt import Configuration
 
 import fshard as fs
 from fshard.comm.groups import Group

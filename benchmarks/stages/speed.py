@@ -14,7 +14,7 @@ import loop_backend
 import predict
 import rivals
 import torch
-from gpt import Configuration
+from trained_gpt import Configuration
 
 import fshard as fs
 from stages import Findings, Place, reported
