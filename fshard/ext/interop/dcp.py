@@ -91,7 +91,10 @@ def _optimizer_content(
     states = OptimizerStates(exchange, opt_state)
     groups, names = states.describe(optimizer)
     # A first step from zeros would be another one. Where state is missing, FSDP2 refuses the checkpoint.
-    updated = {key: leaf for key, leaf in states.slots.items() if int(states.counts.get(parameter_of(key), 1))}
+    updated = {}
+    for key, leaf in states.slots.items():
+        if int(states.counts.get(parameter_of(key), 1)):
+            updated[key] = leaf
     # Before the first update torch's own checkpoint has zeros too.
     state_by_name = by_parameter(updated or states.slots)
     state = {}
