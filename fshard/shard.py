@@ -34,10 +34,7 @@ from fshard.tree.masks import MASK, Mask, is_mask, matches
 # The remedy of an unshard in a loss.
 LOOK = "use fs.gather in a loss, and fs.gather(...) and detach() for a constant. To look at values use torch.no_grad()"
 FULL_TENSORS = "pass full tensors whose shapes fit the strategy"
-SAME_TREE = (
-    "build the same tree on every rank from the same seed. Simulated ranks share one random generator, so build the "
-    "tree before you start them"
-)
+SAME_TREE = "build the same tree on every rank from the same seed"
 
 
 def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None) -> Tree:

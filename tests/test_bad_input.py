@@ -279,8 +279,7 @@ def test_every_rank_refuses_what_one_rank_has_differently():
             lambda w, last=last, others=others: (last if dist.get_rank() == 2 else others, w.zero2),
             fs.shard,
             f"shard: ranks hold different trees\n  {difference} on the rank at shard=2\nTo fix: build the same tree on "
-            "every rank from the same seed. Simulated ranks share one random generator, so build the tree before you "
-            "start them.",
+            "every rank from the same seed.",
             ("shard",),
         )
         for last, others, difference in DIFFERENT

@@ -82,7 +82,7 @@ def _stash(key: str, value: object) -> None:
 
 @contextmanager
 def threaded_process_groups(join: Callable[[ThreadedCollective], None]) -> Iterator[None]:
-    """Give each thread process groups of its own (backend "threaded"), as a process has. Checked on 2.13.
+    """Give each thread process groups of its own (backend "threaded"), as a process has. Checked on 2.13 and 2.14.1.
 
     Args:
         join: Called on the thread of each rank that calls a collective; returns when the data is in place.
@@ -119,7 +119,10 @@ def threaded_process_groups(join: Callable[[ThreadedCollective], None]) -> Itera
     own_join = patch.multiple(
         multi_threaded_pg.ProcessLocalGroup, _start_coll=staticmethod(start), _end_coll=staticmethod(lambda *_: None)
     )
-    with own_world, own_hook, own_join, _device_guard_set_once():
+    # Ranks meet in collectives alone: torch's threaded groups wait for all members to be made because their collectives
+    # share state of the class, which those of `join` do not.
+    no_barrier = patch.object(multi_threaded_pg, "_store_based_barrier", lambda *_: None)
+    with own_world, own_hook, own_join, no_barrier, _device_guard_set_once():
         _set_thread_isolation_mode(True)
         try:
             yield

@@ -14,11 +14,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 from fshard import _compat
-from fshard.comm.groups import TEXT_LENGTH, ChainEntry, PendingCollective, RankState, is_simulated
+from fshard.comm.groups import TEXT_LENGTH, ChainEntry, PendingCollective, RankState, aside, is_simulated
 from fshard.comm.interrupts import Interrupts
 from fshard.comm.processes import describe_ended_ranks, name_ranks
 from fshard.errors import name_error
@@ -217,7 +217,8 @@ def ask_store(ask: Callable[[], Any], seconds: float = 0.0) -> Any:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(seconds + STORE_TIMEOUT)
+    with aside() if seconds else nullcontext():
+        thread.join(seconds + STORE_TIMEOUT)
     return next(iter(answers), None)
 
 
@@ -439,6 +440,11 @@ def all_fail(state: RankState, place: str) -> bool:
     key = f"failed/{state.failed_calls}/{place} at {started}"
     keys = [f"{key}/{rank}" for rank in state.others]
     ask_store(lambda: board.set(f"{key}/{state.rank}", ""))
+    simulation = state.simulation
+    if simulation is not None:
+        # The others may not have had their turns.
+        ask_store(lambda: board.check(keys) or simulation.is_idle(), simulation.timeout / 2)
+        return bool(board.check(keys))
     return bool(ask_store(lambda: board.check(keys), SAME_FAILURE_WINDOW))
 
 

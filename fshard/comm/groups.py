@@ -8,6 +8,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -238,3 +239,9 @@ def rank_state(store: Any = None) -> RankState:
 def is_simulated() -> bool:
     """Tell whether this rank is a simulated one."""
     return rank_state().simulation is not None
+
+
+def aside() -> AbstractContextManager[None]:
+    """Let other simulated ranks have their turns while this one waits for them outside of collectives."""
+    simulation = rank_state().simulation
+    return simulation.aside() if simulation else nullcontext()

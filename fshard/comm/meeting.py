@@ -35,7 +35,7 @@ from fshard.comm.failure import (
     read_note,
     report_at_once,
 )
-from fshard.comm.groups import RankState, is_simulated
+from fshard.comm.groups import RankState, aside, is_simulated
 from fshard.comm.links import ACCEPT_TIME, Links, Listener, connect_to, prepare_link
 from fshard.comm.processes import describe_ended_ranks, name_ranks
 
@@ -207,7 +207,8 @@ class Meeting:
         self.client = _compat.StoreClient(self.store)
         if self.board.add(COUNT, 1) == len(self.ranks):
             return self._conclude(merge)
-        _compat.wait_in_store(self.board, [END], self.timeout, look_at_others)
+        with aside():
+            _compat.wait_in_store(self.board, [END], self.timeout, look_at_others)
         return self._read(self.peers, END)[0].decode()
 
     def _conclude(self, merge: Callable[[Sequence[str]], str]) -> str:
@@ -235,7 +236,7 @@ class Meeting:
         """Say who is late. The first rank to ask finds out, and the others wait for its note."""
         if ask_store(lambda: self.board.add(ASKERS, 1)) != 1:
             ask_store(self._answer)
-            with suppress(RuntimeError):
+            with suppress(RuntimeError), aside():
                 _compat.wait_in_store(self.board, [NOTE], SEARCH_TIME)
         return str(self.find_reason() or ask_store(self._name_late_ranks, SEARCH_TIME) or STORE_IS_GONE)
 

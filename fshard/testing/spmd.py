@@ -2,13 +2,15 @@
 
 import atexit
 import ctypes
+import math
 import queue
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -26,6 +28,9 @@ T = TypeVar("T")
 
 # Seconds that simulated ranks have.
 SIMULATION_SECONDS = 60.0
+# Seconds between two looks at the rank whose turn it is. One that has not computed meanwhile lets the next one run
+# beside it, because it may wait for that one by a lock of the program's own.
+PATIENCE = 0.5
 
 # Seconds in which ranks may still end, or fail, by themselves once one has failed.
 GRACE = 1.0
@@ -40,8 +45,9 @@ def spmd(f: Callable[[], T], world: int | Workers, timeout: float | None = None)
 
     A simulated rank is a thread of this process with process groups of its own, built on those that torch has for its
     tests. Code written for `torch.distributed` runs unchanged, subgroups and device meshes included; only
-    point-to-point messages are missing. Autograd, dispatch modes and forward-mode AD belong to a rank. State of the
-    process is shared by all ranks: draw random numbers from a `torch.Generator`, catch warnings outside `f`.
+    point-to-point messages are missing. Simulated ranks take turns: one runs until it ends or waits in a collective.
+    Autograd, dispatch modes, forward-mode AD and torch's generator of the CPU, which is as the caller's at the start,
+    belong to a rank. Other state of the process is shared by all ranks: catch warnings outside `f`.
 
     Args:
         f: The program of one rank. `torch.distributed` is initialised when it is called.
@@ -89,13 +95,11 @@ class _Call(NamedTuple):
         collective: The collective.
         entry: Its entry in the chain of its group, if it is fshard's.
         generation: How often its group has been made anew; -1 if it is not fshard's.
-        reply: Gets None when the data is in place, else the error that the rank is to raise.
     """
 
     collective: ThreadedCollective
     entry: comm.ChainEntry | None
     generation: int
-    reply: queue.SimpleQueue[BaseException | None]
 
     @property
     def key(self) -> tuple[str, int]:
@@ -157,6 +161,19 @@ class _Simulation:
         # What each rank knows of the others.
         self.states: list[comm.RankState] = []
         self.waiting: dict[int, _Call] = {}
+        # What lets a rank go on: None, or the error that it is to raise.
+        self.turns = [queue.SimpleQueue[BaseException | None]() for _ in range(world_size)]
+        # Ranks that can go on, in the order of their turns, and the one whose turn it is.
+        self.ready = deque[tuple[int, BaseException | None]]((rank, None) for rank in range(world_size))
+        self.current: int | None = None
+        self.all_wait = False
+        # When its turn began, and the time that its thread had computed at the last look.
+        self.began = self.computed = 0.0
+        # A rank that computes for ever leaves half of the time to the others.
+        self.longest_turn = timeout / (2 * world_size)
+        self.patience = min(PATIENCE, self.longest_turn / 4)
+        # Of torch's generator of the CPU, as the program of each rank finds it.
+        self.generator_state = torch.default_generator.get_state()
         # The value of a rank's program, or its error.
         self.ended: dict[int, tuple[Any, BaseException | None]] = {}
         self.over = threading.Event()
@@ -165,12 +182,17 @@ class _Simulation:
             threading.Thread(target=self._rank, args=(f, rank, store), name=f"rank {rank}", daemon=True)
             for rank in range(world_size)
         ]
+        # Of the times that threads have computed.
+        self.clocks: list[int] = []
 
     def _rank(self, f: Callable[[], Any], rank: int, store: Any) -> None:
         """Run the program of a rank, on its thread."""
         value = error = None
 
         try:
+            self._wait_for_turn(rank, self.generator_state)
+            if self.over.is_set():
+                raise _Stop
             limit = timedelta(seconds=self.timeout)
             dist.init_process_group("threaded", rank=rank, world_size=len(self.threads), store=store, timeout=limit)
             state = comm.rank_state()
@@ -184,17 +206,43 @@ class _Simulation:
                     dist.destroy_process_group()
         except BaseException as raised:
             error = raised
-        self.inbox.put(partial(self.ended.setdefault, rank, (value, error)))
+        self.inbox.put(partial(self._end, rank, value, error))
 
     def join(self, collective: ThreadedCollective) -> None:
         """Wait for a collective, on the thread of a rank that called it."""
         state = comm.rank_state()
         issued = state.awaited
         entry, generation = (issued.entry, state.generation) if issued else (None, -1)
-        call = _Call(collective, entry, generation, queue.SimpleQueue())
-        self.inbox.put(partial(self._call, self.threads.index(threading.current_thread()), call))
-        if error := call.reply.get():
+        rank, generator_state = self._leave()
+        self.inbox.put(partial(self._call, rank, _Call(collective, entry, generation)))
+        self._wait_for_turn(rank, generator_state)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Let other ranks have their turns while one waits for them outside of collectives, on the thread of that."""
+        rank, generator_state = self._leave()
+        self.inbox.put(partial(self._end_turn, rank))
+        try:
+            yield
+        finally:
+            if not self.over.is_set():
+                self.inbox.put(partial(self.ready.append, (rank, None)))
+                self._wait_for_turn(rank, generator_state)
+
+    def _leave(self) -> tuple[int, torch.Tensor]:
+        """Find the rank whose thread this is, and the state of the generator that it leaves."""
+        return self.threads.index(threading.current_thread()), torch.default_generator.get_state()
+
+    def _wait_for_turn(self, rank: int, generator_state: torch.Tensor) -> None:
+        """Wait, on the thread of a rank, until it may go on, with the generator as this rank has left it."""
+        error = self.turns[rank].get()
+        torch.default_generator.set_state(generator_state)
+        if error:
             raise error
+
+    def is_idle(self) -> bool:
+        """Tell a rank that waits aside whether none goes on before another one does."""
+        return self.all_wait or self.over.is_set()
 
     def wake(self, group: str, generation: int, text: str) -> None:
         """Let ranks that wait in a group end with a text."""
@@ -216,6 +264,7 @@ class _Simulation:
         try:
             for thread in self.threads:
                 thread.start()
+                self.clocks.append(time.pthread_getcpuclockid(thread.ident or 0))
             # Go on while ranks have failed only because they heard of the failure of another one.
             while len(self.ended) < len(self.threads) and all(
                 isinstance(error, comm.CollectiveError) for error in self._errors().values()
@@ -226,12 +275,14 @@ class _Simulation:
                 if self._errors():
                     # A rank has heard of the failure of another one, which is about to end.
                     deadline = min(deadline, time.monotonic() + GRACE)
+                self._give_turn()
                 self._receive(deadline)
         except queue.Empty:
             if not self._errors():
                 raise self._stuck() from None
         finally:
             self._stop()
+            torch.default_generator.set_state(self.generator_state)
         errors = self._errors()
         if errors:
             rank = min(errors, key=lambda rank: (isinstance(errors[rank], comm.CollectiveError), rank))
@@ -249,9 +300,44 @@ class _Simulation:
 
     def _receive(self, deadline: float) -> None:
         """Do the next thing that ranks ask for; raise queue.Empty if there is none by the deadline."""
-        self.inbox.get(timeout=max(0.0, deadline - time.monotonic()))()
+        self.all_wait = self.current is None
+        next_look = time.monotonic() + self.patience if self.ready else deadline
+        try:
+            ask = self.inbox.get(timeout=max(0.0, min(next_look, deadline) - time.monotonic()))
+        except queue.Empty:
+            if deadline <= next_look:
+                raise
+            ask = self._look
+        self.all_wait = False
+        ask()
+
+    def _give_turn(self) -> None:
+        """Let the next rank go on if no other one has its turn."""
+        if self.current is None and self.ready:
+            self.current, error = self.ready.popleft()
+            self.began, self.computed = time.monotonic(), -math.inf
+            self.turns[self.current].put(error)
+
+    def _look(self) -> None:
+        """End the turn of a rank that waits for something, or has computed for too long."""
+        before = self.computed
+        # The clock of a thread that has just ended is gone.
+        with suppress(OSError):
+            self.computed = time.clock_gettime(self.clocks[self.current or 0])
+        is_busy = self.computed > before + self.patience / 100
+        if not is_busy or time.monotonic() > self.began + self.longest_turn:
+            self.current = None
+
+    def _end_turn(self, rank: int) -> None:
+        if self.current == rank:
+            self.current = None
+
+    def _end(self, rank: int, value: Any, error: BaseException | None) -> None:
+        self._end_turn(rank)
+        self.ended[rank] = value, error
 
     def _call(self, rank: int, call: _Call) -> None:
+        self._end_turn(rank)
         self.waiting[rank] = call
         if not self.over.is_set():
             self._run_if_complete(call.collective)
@@ -260,7 +346,12 @@ class _Simulation:
         """Let ranks that wait in a collective of a broken group end with its error."""
         for rank, call in list(self.waiting.items()):
             if text := self.broken.get(call.key):
-                self.waiting.pop(rank).reply.put(dist.DistBackendError(text))
+                self._answer(rank, dist.DistBackendError(text))
+
+    def _answer(self, rank: int, error: BaseException | None) -> None:
+        """Let a rank that waits in a collective go on when its turn comes."""
+        del self.waiting[rank]
+        self.ready.append((rank, error))
 
     def _break_circle(self) -> None:
         """Break the groups of ranks that wait where nobody will come to."""
@@ -283,7 +374,7 @@ class _Simulation:
             if failure:
                 self.broken[call.key] = failure
             else:
-                self.waiting.pop(rank).reply.put(None)
+                self._answer(rank, None)
 
     def _stop(self) -> None:
         """End all ranks: those in a collective at once, others when they call one, at last by an interrupt."""
@@ -303,9 +394,11 @@ class _Simulation:
         deadline = time.monotonic() + GRACE
         with suppress(queue.Empty):
             while len(self.ended) < len(self.threads):
-                for call in self.waiting.values():
-                    call.reply.put(_Stop())
-                self.waiting.clear()
+                for rank in list(self.waiting):
+                    self._answer(rank, _Stop())
+                while self.ready:
+                    rank, error = self.ready.popleft()
+                    self.turns[rank].put(error)
                 self._receive(deadline)
 
     def _stuck(self) -> RankError:

@@ -251,6 +251,122 @@ def test_a_handler_that_a_program_adds_to_the_logger_of_traces_stays(caplog):
         logger.removeHandler(added)
 
 
+class Noisy(torch.nn.Module):
+    """Drops out before and after ranks meet."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(64))
+
+    def forward(self):
+        first = torch.nn.functional.dropout(self.weight)
+        sum_of_ranks()
+        return torch.nn.functional.dropout(first)
+
+
+def draw_as_ranks(world):
+    """Draw by a key and from a generator that is seeded, on each rank, with others in between."""
+    params = fs.shard({"weight": torch.ones(64)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+    torch.manual_seed(my_rank())
+    numbers = [torch.rand(3).tolist()]
+    for key in range(3):
+        numbers.append(fs.Model(Noisy()).apply(params, key=world * key + my_rank()).tolist())
+        numbers.append(torch.rand(3).tolist())
+    return numbers
+
+
+def draw_alone(rank, world):
+    """What a rank draws that has a process of its own."""
+    drawn = torch.Generator().manual_seed(rank)
+    numbers = [torch.rand(3, generator=drawn).tolist()]
+    for key in range(3):
+        with torch.random.fork_rng():
+            torch.manual_seed(world * key + rank)
+            dropped = torch.nn.functional.dropout(torch.nn.functional.dropout(torch.ones(64)))
+        numbers += [dropped.tolist(), torch.rand(3, generator=drawn).tolist()]
+    return numbers
+
+
+@pytest.fixture
+def hasty_threads():
+    """Python changes its thread as often as it can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("hasty_threads")
+@pytest.mark.parametrize(("world", "times"), [(4, 20), ("2 processes", 1)])
+def test_each_rank_draws_its_own_random_numbers(world, times, workers):
+    size, before = int(str(world)[0]), torch.get_rng_state()
+    expected = [draw_alone(rank, size) for rank in range(size)]
+    for _ in range(times):
+        assert spmd(partial(draw_as_ranks, size), world_of(world, workers)) == expected
+    assert torch.get_rng_state().equal(before)
+
+
+def test_ranks_that_wait_for_each_other_by_locks_of_their_own_go_on():
+    barrier, events = threading.Barrier(3), [threading.Event() for _ in range(3)]
+
+    def program():
+        barrier.wait()
+        events[my_rank()].set()
+        events[my_rank() - 1].wait()
+        return sum_of_ranks()
+
+    assert spmd(program, 3) == [3.0] * 3
+
+
+def test_a_rank_that_computes_keeps_its_turn():
+    """Also when it takes longer than a rank that waits may."""
+    patience, order = 0.15, []
+
+    def program():
+        order.append(my_rank())
+        while time.thread_time() < 3 * patience:
+            pass
+        order.append(my_rank())
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys.modules["fshard.testing.spmd"], "PATIENCE", patience)
+        spmd(program, 3)
+    assert order == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_rank_that_computes_for_ever_lets_others_fail():
+    def program():
+        while my_rank() == 0:
+            pass
+        raise ValueError("bad batch")
+
+    assert "rank 1 of 2 failed: ValueError: bad batch" in str(failure(program, 2, timeout=4.0))
+
+
+def test_ranks_that_fail_alike_one_after_another_go_on(monkeypatch):
+    """However long their turns are; a rank that fails alone is found out when the others wait for it."""
+    monkeypatch.setattr(sys.modules["fshard.comm.failure"], "SAME_FAILURE_WINDOW", 0.0)
+
+    def program():
+        params = fs.shard({"w": torch.ones(8)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+
+        def loss_fn(params, fails):
+            if fails:
+                raise ValueError("bad batch")
+            return fs.gather(params)["w"].sum()
+
+        run = fs.value_and_grad(loss_fn)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="bad batch"):
+                run(params, True)
+        loss, _ = run(params, False)
+        with pytest.raises((ValueError, fs.comm.CollectiveError), match="bad batch"):
+            run(params, my_rank() == 1)
+        return loss.item()
+
+    assert spmd(program, 3) == [8.0] * 3
+
+
 def call_by_rank(*calls):
     return lambda: calls[my_rank()]()
 

@@ -50,8 +50,7 @@ def assert_same_bits(
 
     Every rank makes its state, and gets its share of each batch by `fs.microbatches`. After each step the loss and the
     unsharded state are compared byte by byte with those of the first world size, which are kept for all steps. Torch
-    has to compute with the same number of threads in all processes. Simulated ranks share torch's own generator: a step
-    that draws from it, as dropout does after `model.apply(key=)`, needs `Workers`, or a torch.Generator of its own.
+    has to compute with the same number of threads in all processes.
 
     Args:
         step: Called with (state, microbatches); returns (state, loss), or (state, loss, aux) with a tree of more to

@@ -98,8 +98,7 @@ def find_range(step):
     return find_plan(step, 0).peak, Schedule(step, []).peak
 
 
-# Simulated ranks share torch's generator, so that dropout can be compared on one rank alone.
-RANKS = {"hsdp, units alone, microbatches": 4, "dropout, checkpointed": 1}
+RANKS = {"hsdp, units alone, microbatches": 4}
 
 
 @pytest.mark.rows(len(CASES))
