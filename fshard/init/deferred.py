@@ -1,6 +1,5 @@
 """Deferred initialisation: `Model.init` with a seed."""
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from itertools import compress
@@ -31,9 +30,6 @@ find_in_extensions = lazy_names.make_getattr("fshard.init")
 # Set to True, by `comm.setting`, around a function that makes a state which is read from a checkpoint right after it:
 # `Model.init` then makes abstract leaves, unless the module has buffers that only `init` gives values.
 SKIP_DRAWING: ContextVar[bool] = ContextVar("fshard_skip_drawing", default=False)
-
-# torch's default generator belongs to the process, so simulated ranks take turns to seed it.
-_SEEDING = threading.Lock()
 
 
 def init(
@@ -71,7 +67,7 @@ def init(
     after = dict(before)
     if not layouts.problems and not undrawn:
         draw = replay if mode == "replay" else find_in_extensions("draw_by_counter")
-        with _SEEDING, keeping_generators(), torch.no_grad():
+        with keeping_generators(), torch.no_grad():
             for name, piece, fact in draw(module, after, specs, seed, reset):
                 facts[f"[{name!r}]"] = fact
                 if piece is not None:
