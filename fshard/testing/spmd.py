@@ -2,7 +2,6 @@
 
 import atexit
 import ctypes
-import math
 import queue
 import sys
 import threading
@@ -28,9 +27,9 @@ T = TypeVar("T")
 
 # Seconds that simulated ranks have.
 SIMULATION_SECONDS = 60.0
-# Seconds between two looks at the rank whose turn it is. One that has not computed meanwhile lets the next one run
+# Seconds between two looks at the rank whose turn it is. One that has hardly computed meanwhile lets the next one run
 # beside it, because it may wait for that one by a lock of the program's own.
-PATIENCE = 0.5
+PATIENCE = 0.1
 
 # Seconds in which ranks may still end, or fail, by themselves once one has failed.
 GRACE = 1.0
@@ -166,12 +165,11 @@ class _Simulation:
         # Ranks that can go on, in the order of their turns, and the one whose turn it is.
         self.ready = deque[tuple[int, BaseException | None]]((rank, None) for rank in range(world_size))
         self.current: int | None = None
-        self.all_wait = False
-        # When its turn began, and the time that its thread had computed at the last look.
+        # Ranks that wait outside of collectives, without a turn.
+        self.beside = set[int]()
+        # When the turn began, and the time that the rank's thread had computed at the last look.
         self.began = self.computed = 0.0
-        # A rank that computes for ever leaves half of the time to the others.
-        self.longest_turn = timeout / (2 * world_size)
-        self.patience = min(PATIENCE, self.longest_turn / 4)
+        self.patience = min(PATIENCE, timeout / (8 * world_size))
         # Of torch's generator of the CPU, as the program of each rank finds it.
         self.generator_state = torch.default_generator.get_state()
         # The value of a rank's program, or its error.
@@ -191,8 +189,6 @@ class _Simulation:
 
         try:
             self._wait_for_turn(rank, self.generator_state)
-            if self.over.is_set():
-                raise _Stop
             limit = timedelta(seconds=self.timeout)
             dist.init_process_group("threaded", rank=rank, world_size=len(self.threads), store=store, timeout=limit)
             state = comm.rank_state()
@@ -221,10 +217,12 @@ class _Simulation:
     def aside(self) -> Iterator[None]:
         """Let other ranks have their turns while one waits for them outside of collectives, on the thread of that."""
         rank, generator_state = self._leave()
+        self.beside.add(rank)
         self.inbox.put(partial(self._end_turn, rank))
         try:
             yield
         finally:
+            self.beside.remove(rank)
             if not self.over.is_set():
                 self.inbox.put(partial(self.ready.append, (rank, None)))
                 self._wait_for_turn(rank, generator_state)
@@ -242,7 +240,7 @@ class _Simulation:
 
     def is_idle(self) -> bool:
         """Tell a rank that waits aside whether none goes on before another one does."""
-        return self.all_wait or self.over.is_set()
+        return len(self.waiting) + len(self.ended) + len(self.beside) >= len(self.threads) or self.over.is_set()
 
     def wake(self, group: str, generation: int, text: str) -> None:
         """Let ranks that wait in a group end with a text."""
@@ -300,7 +298,6 @@ class _Simulation:
 
     def _receive(self, deadline: float) -> None:
         """Do the next thing that ranks ask for; raise queue.Empty if there is none by the deadline."""
-        self.all_wait = self.current is None
         next_look = time.monotonic() + self.patience if self.ready else deadline
         try:
             ask = self.inbox.get(timeout=max(0.0, min(next_look, deadline) - time.monotonic()))
@@ -308,14 +305,13 @@ class _Simulation:
             if deadline <= next_look:
                 raise
             ask = self._look
-        self.all_wait = False
         ask()
 
     def _give_turn(self) -> None:
         """Let the next rank go on if no other one has its turn."""
         if self.current is None and self.ready:
             self.current, error = self.ready.popleft()
-            self.began, self.computed = time.monotonic(), -math.inf
+            self.began, self.computed = time.monotonic(), time.clock_gettime(self.clocks[self.current])
             self.turns[self.current].put(error)
 
     def _look(self) -> None:
@@ -324,8 +320,9 @@ class _Simulation:
         # The clock of a thread that has just ended is gone.
         with suppress(OSError):
             self.computed = time.clock_gettime(self.clocks[self.current or 0])
-        is_busy = self.computed > before + self.patience / 100
-        if not is_busy or time.monotonic() > self.began + self.longest_turn:
+        is_busy = self.computed > before + self.patience / 20
+        # A rank that computes for ever leaves half of the time to the others.
+        if not is_busy or time.monotonic() > self.began + self.timeout / 2:
             self.current = None
 
     def _end_turn(self, rank: int) -> None:
@@ -394,19 +391,19 @@ class _Simulation:
         deadline = time.monotonic() + GRACE
         with suppress(queue.Empty):
             while len(self.ended) < len(self.threads):
-                for rank in list(self.waiting):
-                    self._answer(rank, _Stop())
-                while self.ready:
-                    rank, error = self.ready.popleft()
-                    self.turns[rank].put(error)
+                for rank in (*self.waiting, *dict(self.ready)):
+                    self.turns[rank].put(_Stop())
+                self.waiting.clear()
+                self.ready.clear()
                 self._receive(deadline)
 
     def _stuck(self) -> RankError:
         """Make the error of ranks that have not ended, with the collective and the stack of each."""
         frames = sys._current_frames()
+        waits = dict.fromkeys(dict(self.ready), "waits for its turn") | self.waiting
         stacks = {}
         for rank, thread in enumerate(self.threads):
             if rank not in self.ended:
                 stack = "".join(traceback.format_stack(frames.get(thread.ident or 0)))
-                stacks[rank] = f"{self.waiting.get(rank, 'runs')}:\n{stack}"
+                stacks[rank] = f"{waits.get(rank, 'runs')}:\n{stack}"
         return stuck_ranks(self.timeout, len(self.threads), stacks)

@@ -334,6 +334,30 @@ def test_a_rank_that_computes_keeps_its_turn():
     assert order == [0, 0, 1, 1, 2, 2]
 
 
+def test_a_rank_keeps_its_turn_for_more_than_its_share_of_the_timeout():
+    """It may draw initial values meanwhile."""
+    order = []
+
+    def program():
+        order.append(my_rank())
+        while my_rank() == 0 and time.thread_time() < 0.5:
+            pass
+        order.append(my_rank())
+
+    spmd(program, 32, timeout=16.0)
+    assert order == [rank for rank in range(32) for _ in range(2)]
+
+
+def test_ranks_that_had_no_turn_are_said_to_wait_for_it():
+    def program():
+        while True:
+            pass
+
+    text = str(failure(program, 4, timeout=1.0))
+    assert "rank 0 runs:" in text
+    assert "rank 3 waits for its turn:" in text
+
+
 def test_a_rank_that_computes_for_ever_lets_others_fail():
     def program():
         while my_rank() == 0:
@@ -365,6 +389,30 @@ def test_ranks_that_fail_alike_one_after_another_go_on(monkeypatch):
         return loss.item()
 
     assert spmd(program, 3) == [8.0] * 3
+
+
+def test_ranks_that_fail_alike_after_a_lock_of_their_own_go_on():
+    """Ranks that run beside the one whose turn it is have not failed yet when that one has."""
+    barrier = threading.Barrier(2)
+
+    def program():
+        params = fs.shard({"w": torch.ones(8)}, fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
+
+        def loss_fn(params, fails):
+            if fails:
+                barrier.wait()
+                computed = time.thread_time()
+                while my_rank() == 0 and time.thread_time() < computed + 0.1:
+                    pass
+                raise ValueError("bad batch")
+            return fs.gather(params)["w"].sum()
+
+        run = fs.value_and_grad(loss_fn)
+        with pytest.raises(ValueError, match="bad batch"):
+            run(params, True)
+        return run(params, False)[0].item()
+
+    assert spmd(program, 2) == [8.0] * 2
 
 
 def call_by_rank(*calls):
