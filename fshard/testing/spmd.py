@@ -376,6 +376,9 @@ class _Simulation:
     def _stop(self) -> None:
         """End all ranks: those in a collective at once, others when they call one, at last by an interrupt."""
         self.over.set()
+        # Of a rank whose message an interrupt has lost nobody knows that it waits.
+        for turn in self.turns:
+            turn.put(_Stop())
         self._drain()
         for rank, thread in enumerate(self.threads):
             if rank not in self.ended and thread.ident is not None:

@@ -415,6 +415,18 @@ def test_ranks_that_fail_alike_after_a_lock_of_their_own_go_on():
     assert spmd(program, 2) == [8.0] * 2
 
 
+def test_an_interrupt_that_loses_the_message_of_a_rank_leaves_none_behind():
+    def interrupt(*_):
+        patched.undo()
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys.modules["fshard.testing.spmd"]._Simulation, "_call", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            spmd(sum_of_ranks, 3)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank ")]
+
+
 def call_by_rank(*calls):
     return lambda: calls[my_rank()]()
 
