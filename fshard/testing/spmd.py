@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -163,13 +162,12 @@ class _Simulation:
         # What lets a rank go on: None, or the error that it is to raise.
         self.turns = [queue.SimpleQueue[BaseException | None]() for _ in range(world_size)]
         # Ranks that can go on, in the order of their turns, and the one whose turn it is.
-        self.ready = deque[tuple[int, BaseException | None]]((rank, None) for rank in range(world_size))
+        self.ready: list[tuple[int, BaseException | None]] = [(rank, None) for rank in range(world_size)]
         self.current: int | None = None
         # Ranks that wait outside of collectives, without a turn.
         self.beside = set[int]()
         # When the turn began, and the time that the rank's thread had computed at the last look.
         self.began = self.computed = 0.0
-        self.patience = min(PATIENCE, timeout / (8 * world_size))
         # Of torch's generator of the CPU, as the program of each rank finds it.
         self.generator_state = torch.default_generator.get_state()
         # The value of a rank's program, or its error.
@@ -298,7 +296,7 @@ class _Simulation:
 
     def _receive(self, deadline: float) -> None:
         """Do the next thing that ranks ask for; raise queue.Empty if there is none by the deadline."""
-        next_look = time.monotonic() + self.patience if self.ready else deadline
+        next_look = time.monotonic() + PATIENCE if self.ready else deadline
         try:
             ask = self.inbox.get(timeout=max(0.0, min(next_look, deadline) - time.monotonic()))
         except queue.Empty:
@@ -310,7 +308,7 @@ class _Simulation:
     def _give_turn(self) -> None:
         """Let the next rank go on if no other one has its turn."""
         if self.current is None and self.ready:
-            self.current, error = self.ready.popleft()
+            self.current, error = self.ready.pop(0)
             self.began, self.computed = time.monotonic(), time.clock_gettime(self.clocks[self.current])
             self.turns[self.current].put(error)
 
@@ -320,7 +318,7 @@ class _Simulation:
         # The clock of a thread that has just ended is gone.
         with suppress(OSError):
             self.computed = time.clock_gettime(self.clocks[self.current or 0])
-        is_busy = self.computed > before + self.patience / 20
+        is_busy = self.computed > before + PATIENCE / 20
         # A rank that computes for ever leaves half of the time to the others.
         if not is_busy or time.monotonic() > self.began + self.timeout / 2:
             self.current = None
