@@ -91,9 +91,12 @@ def shard(full_tree: Tree, transform: ShardTransform, *, frozen: Mask | None = N
             entries[path] = fingerprint(leaf, spec)
         specs.append(spec)
     layouts.check(entries, remedy)
-    shards = []
+    shards: list[Sharded | None] = []
     for leaf, spec in zip(flat.leaves, specs, strict=True):
-        shards.append(None if spec is None else stored(local_piece(leaf.detach(), spec), spec))
+        if spec is None:
+            shards.append(None)
+        else:
+            shards.append(stored(local_piece(leaf.detach(), spec), spec))
     return flat.unflatten(shards)
 
 
