@@ -21,7 +21,7 @@ class Layer(NamedTuple):
 
 
 def normal(seed: int = 0) -> Callable[..., torch.Tensor]:
-    """A source of random tensors, drawn in float64 whatever their dtype; threads cannot share torch's own generator."""
+    """A source of random tensors, drawn in float64 whatever their dtype."""
     generator = torch.Generator().manual_seed(seed)
     return lambda *shape, dtype=torch.float64: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 

@@ -13,7 +13,7 @@ from fshard import _compat, comm
 from fshard.jit.nodes import find_collective, find_storages, find_write_targets, is_impure, is_random
 
 
-class _Part(NamedTuple):
+class _SplitPart(NamedTuple):
     """An entry of an operator on lists.
 
     Attributes:
@@ -100,9 +100,9 @@ def _may_move(node: Node) -> bool:
     return not is_impure(node) or bool(find_write_targets(node))
 
 
-def _split_list_operators(graph: Graph) -> dict[Node, _Part]:
+def _split_list_operators(graph: Graph) -> dict[Node, _SplitPart]:
     """Split the operators on lists that may move into one operator for each entry, and list these operators."""
-    part_of_node: dict[Node, _Part] = {}
+    part_of_node: dict[Node, _SplitPart] = {}
     for node in _find_last_collectives(list(graph.nodes)):
         number_of_entries = _count_entries(node)
         if not number_of_entries:
@@ -114,7 +114,7 @@ def _split_list_operators(graph: Graph) -> dict[Node, _Part]:
             number: Any = user.args[1]
             user.args = (parts[number], 0)
         graph.erase_node(node)
-        part_of_node |= {part: _Part(add, number) for number, part in enumerate(parts)}
+        part_of_node |= {part: _SplitPart(add, number) for number, part in enumerate(parts)}
     return part_of_node
 
 

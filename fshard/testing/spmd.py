@@ -45,7 +45,8 @@ def spmd(f: Callable[[], T], world: int | Workers, timeout: float | None = None)
     tests. Code written for `torch.distributed` runs unchanged, subgroups and device meshes included; only
     point-to-point messages are missing. Simulated ranks take turns: one runs until it ends or waits in a collective.
     Autograd, dispatch modes, forward-mode AD and torch's generator of the CPU, which is as the caller's at the start,
-    belong to a rank. Other state of the process is shared by all ranks: catch warnings outside `f`.
+    belong to a rank. Other state of the process is shared by all ranks: catch warnings outside `f`. A rank that waits
+    for something else, such as a lock of your own, lets others run beside it after 0.1 s.
 
     Args:
         f: The program of one rank. `torch.distributed` is initialised when it is called.
@@ -213,7 +214,7 @@ class _Simulation:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Let other ranks have their turns while one waits for them outside of collectives, on the thread of that."""
+        """Let other ranks have their turns while this one, whose thread calls it, waits outside of collectives."""
         rank, generator_state = self._leave()
         self.beside.add(rank)
         self.inbox.put(partial(self._end_turn, rank))
