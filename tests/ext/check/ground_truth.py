@@ -1,7 +1,7 @@
 """Planted mistakes run on simulated ranks: what each changes in the next state and the metrics of a step."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from zlib import crc32
 
@@ -11,7 +11,7 @@ import fshard as fs
 from fshard.extend import flatten
 from fshard.testing import spmd
 from tests.ext.check.mistakes import Mistake
-from tests.ext.check.programs import BATCH, CLASSES, HIDDEN
+from tests.ext.check.programs import BATCH, CLASSES, HIDDEN, Make
 from tests.tolerance import within
 
 # Of sums of a batch on eight ranks, forward and backward.
@@ -22,7 +22,6 @@ SHARED = ("tp",)
 SCALES = (1.0, 100.0, 3e38)
 REFUSED, EQUAL, CHANGED, DIFFERENT = "an error", "equal numbers", "other numbers", "ranks disagree"
 
-Make = Callable[[Any], tuple[Any, ...]]
 # Tensors by path, each with whether it is whole on every rank.
 Values = Mapping[str, tuple[torch.Tensor, bool]]
 

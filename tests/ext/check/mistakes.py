@@ -1,8 +1,8 @@
 """The table of planted mistakes: steps of users that are wrong, and where a report on each must point.
 
-A row is a function of the modules KNOWN and NEW, called with a mesh of one rank. It returns the step and its arguments.
-The line that a user has to mend ends in `# <- here`. What follows on `right:` is the code that mends a line, so that
-the same modules without mistakes are steps in which nothing may be reported.
+A row is a loss or a step of the modules KNOWN and NEW, marked by `mistake`. The line that a user has to mend ends in
+`# <- here`. What follows on `right:` is the code that mends a line, so that the same modules without mistakes are steps
+in which nothing may be reported.
 """
 
 import inspect
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fshard as fs
+from tests.ext.check.programs import Make
 
 KNOWN = ("mixed_values", "unlike_ddp")
 NEW = ("wrong_losses", "wrong_updates", "wrong_results", "wrong_methods")
@@ -32,13 +33,13 @@ class Mistake(NamedTuple):
     missed: str  # why a report says nothing of it all the same; empty where it must
     word: str  # of a row that only a run can find, a word of the sentence in which the report says so
     # Makes the step and its arguments, of a mesh of one rank with the same axes.
-    make: Callable[[Any], tuple[Any, ...]]
+    make: Make
     lines: frozenset[int]  # the lines of the module that a report may point to
 
     @property
     def file(self) -> Path:
         """The module's file."""
-        return Path(inspect.getfile(self.make))
+        return Path(inspect.getfile(inspect.unwrap(self.make)))
 
     def judge(self, report: Any) -> "Outcome":
         """Compare a report with the row."""
@@ -64,13 +65,19 @@ class Outcome(NamedTuple):
 
 
 def mistake(
-    *kinds: str, mesh: Mapping[str, int] = SHARD, only_a_run: str = "", missed: str = "", word: str = ""
+    *kinds: str,
+    make: Callable[[Callable[..., Any]], Make],
+    mesh: Mapping[str, int] = SHARD,
+    only_a_run: str = "",
+    missed: str = "",
+    word: str = "",
 ) -> Callable[..., Any]:
-    """Mark a function as a row of the table; see `Mistake`."""
+    """Mark a loss or a step as a row of the table; `make` is from_loss or from_step, for the others see `Mistake`."""
 
-    def decorate(make: Callable[[Any], tuple[Any, ...]]) -> Callable[[Any], tuple[Any, ...]]:
-        vars(make)["row"] = kinds, mesh, only_a_run, missed, word
-        return make
+    def decorate(function: Callable[..., Any]) -> Make:
+        row = make(function)
+        vars(row)["row"] = kinds, mesh, only_a_run, missed, word
+        return row
 
     return decorate
 
@@ -107,7 +114,7 @@ def mended(module: str) -> list[Mistake]:
     return rows
 
 
-def check(make: Callable[[Any], tuple[Any, ...]], mesh: Mapping[str, int]) -> Any:
+def check(make: Make, mesh: Mapping[str, int]) -> Any:
     """Return the report on what a function makes of a mesh of one rank, for a mesh of many."""
     step, *args = make(fs.init_mesh(dict.fromkeys(mesh, 1), device="cpu"))
     return fs.check(step, *args, mesh=mesh)

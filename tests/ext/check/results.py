@@ -3,11 +3,11 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.ext.check.ground_truth import CHANGED, DIFFERENT, REFUSED, Make, run_both
+from tests.ext.check.ground_truth import CHANGED, DIFFERENT, REFUSED, run_both
 from tests.ext.check.mistakes import KNOWN, NEW, Mistake, Outcome, check, mended, table
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,12 +24,9 @@ SHOWN = (
 Outcomes = Mapping[str, tuple[Mistake, Outcome]]
 
 
-def check_table(rows: Sequence[Mistake] | None = None) -> Outcomes:
-    """Check rows, by default those of the whole table."""
-    outcomes = {}
-    for row in table() if rows is None else rows:
-        outcomes[row.name] = row, row.judge(check(row.make, row.mesh))
-    return outcomes
+def check_table() -> Outcomes:
+    """Check the rows of the table."""
+    return {row.name: (row, row.judge(check(row.make, row.mesh))) for row in table()}
 
 
 def as_numbers(outcomes: Outcomes) -> dict[str, Any]:
@@ -42,15 +39,15 @@ def read_numbers() -> dict[str, Any]:
     return json.loads(NUMBERS.read_text())["rows"]
 
 
-def list_mended() -> dict[str, Make]:
-    """List what makes the steps without their mistakes, by rows."""
-    return {row.name: row.make for module in KNOWN + NEW for row in mended(module)}
+def list_mended() -> dict[str, Mistake]:
+    """List the rows without their mistakes."""
+    return {row.name: row for module in KNOWN + NEW for row in mended(module)}
 
 
 def run_effects() -> dict[str, str]:
     """Run the rows on simulated ranks with and without their mistakes, and name what each changes."""
     rows = {row.name: row for row in table()}
-    return {name: run_both(rows[name], make) for name, make in list_mended().items()}
+    return {name: run_both(rows[name], row.make) for name, row in list_mended().items()}
 
 
 def read_effects() -> dict[str, str]:
@@ -127,12 +124,3 @@ def write_results(outcomes: Outcomes, effects: Mapping[str, str]) -> None:
     reports = [write_report(row, check(row.make, row.mesh)) for row in rows]
     PAGE.write_text("\n".join(parts + reports))
     GUIDE.write_text(REPORTS.sub(lambda match: "\n".join([match[1], *reports]) + match[2], GUIDE.read_text()))
-
-
-def find_alarms(makes: Mapping[str, tuple[Callable[[Any], tuple[Any, ...]], Mapping[str, int]]]) -> list[str]:
-    """Check steps without a mistake, and list what is reported of them all the same."""
-    alarms = []
-    for name, (make, mesh) in makes.items():
-        report = check(make, mesh)
-        alarms += [f"{name}: {problem}" for problem in report.problems]
-    return alarms

@@ -12,11 +12,27 @@ import torch.nn.functional as F
 from torch import nn
 
 import fshard as fs
-from tests.ext.check.programs import CLASSES, HIDDEN, TX, WIDTH, X, Y, state_of, train
+from tests.ext.check.programs import (
+    BATCH,
+    CLASSES,
+    HIDDEN,
+    HYBRID,
+    NETWORK,
+    ONES,
+    TX,
+    WIDTH,
+    X,
+    Y,
+    forward,
+    from_loss,
+    from_step,
+    loss_fn,
+    split,
+    state_of,
+    train,
+)
 
-FULL = {"w": torch.ones(WIDTH, HIDDEN), "b": torch.ones(HIDDEN), "head": torch.ones(HIDDEN, CLASSES)}
 SHARD: Mapping[str, int] = {"shard": 8}
-HYBRID: Mapping[str, int] = {"replicate": 2, "shard": 4}
 
 
 class Right(NamedTuple):
@@ -26,19 +42,9 @@ class Right(NamedTuple):
     mesh: Mapping[str, int] = SHARD  # ranks on each axis
 
 
-def loss_fn(params, x, y):
-    full = fs.gather(params)
-    return F.cross_entropy(torch.tanh(x @ full["w"] + full["b"]) @ full["head"], y)
-
-
 def sum_and_count(params, x, y, mask):
-    full = fs.gather(params)
-    losses = F.cross_entropy(torch.tanh(x @ full["w"] + full["b"]) @ full["head"], y, reduction="none")
+    losses = F.cross_entropy(forward(fs.gather(params), x), y, reduction="none")
     return (losses * mask).sum(), mask.sum()
-
-
-def by_strategy(strategy, mesh):
-    return train(loss_fn), state_of(FULL, strategy(mesh)), X, Y
 
 
 def mixed_precision(mesh):
@@ -50,13 +56,22 @@ def masked(mesh):
     return fs.masked(fs.fully_shard(mesh["shard"]), "w", otherwise=fs.replicate(mesh["shard"]))
 
 
+def large(mesh):
+    """ZeRO-3 that keeps the bias whole."""
+    return fs.zero3(mesh, min_shard_elements=9)
+
+
+def zero2(mesh):
+    return fs.zero2(mesh, min_shard_elements=0)
+
+
 STRATEGIES = {
     "ddp": (fs.ddp, SHARD),
     "zero1": (fs.zero1, SHARD),
     "zero2": (fs.zero2, SHARD),
-    "zero2 of every leaf": (partial(fs.zero2, min_shard_elements=0), SHARD),
+    "zero2 of every leaf": (zero2, SHARD),
     "zero3": (fs.zero3, SHARD),
-    "zero3 of every leaf": (partial(fs.zero3, min_shard_elements=0), SHARD),
+    "zero3 of every leaf": (split, SHARD),
     "zero3 that keeps": (partial(fs.zero3, min_shard_elements=0, regather=False), SHARD),
     "last dim": (lambda mesh: fs.fully_shard(mesh["shard"], dim=-1), SHARD),
     "hsdp": (partial(fs.hsdp, min_shard_elements=0), HYBRID),
@@ -70,10 +85,6 @@ STRATEGIES = {
     "in another dtype": (partial(fs.zero3, param_dtype=torch.bfloat16, reduce_dtype=torch.float32), SHARD),
     "masked": (masked, SHARD),
 }
-
-
-def by_optimizer(tx, mesh):
-    return train(loss_fn, tx), state_of(FULL, fs.zero3(mesh, min_shard_elements=9), tx), X, Y
 
 
 CLIPPED = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(1e-3, weight_decay=0.1))
@@ -90,46 +101,38 @@ OPTIMIZERS = {
 }
 
 
-def scaled(mesh):
-    """A loss in float16, scaled by what the optimizer's state says."""
-    tx = fs.dynamic_loss_scale(fs.sgd(0.1))
-
-    def step(state, x, y):
-        scale = state.opt_state.scale
-        loss, grads = fs.value_and_grad(lambda p: scale * loss_fn(p, x, y))(state.params)
-        return fs.update(tx, state, grads), loss / scale
-
-    return step, state_of(FULL, fs.zero2(mesh, min_shard_elements=0), tx), X, Y
+SCALED = fs.dynamic_loss_scale(fs.sgd(0.1))
 
 
-def weighted(mesh):
-    mask = torch.ones(len(Y))
-    return train(sum_and_count, reduce="weighted"), state_of(FULL, fs.zero3(mesh)), X, Y, mask
+@from_step(NETWORK, zero2, tx=SCALED)
+def scaled(state, x, y):
+    """The loss is scaled by what the optimizer's state says."""
+    scale = state.opt_state.scale
+    loss, grads = fs.value_and_grad(lambda p: scale * loss_fn(p, x, y))(state.params)
+    return fs.update(SCALED, state, grads), loss / scale
 
 
-def four_verbs(mesh):
-    def step(state, x, y):
-        full = fs.gather(state.params)
-        grads, loss = torch.func.grad_and_value(loss_fn)(full, x, y)
-        grads = fs.scatter_grads(grads, like=state.params, reduce="mean")
-        return fs.update(TX, state, grads), fs.objective(loss, like=state.params)
-
-    return step, state_of(FULL, fs.zero3(mesh, min_shard_elements=9)), X, Y
+@from_step(NETWORK, large)
+def four_verbs(state, x, y):
+    full = fs.gather(state.params)
+    grads, loss = torch.func.grad_and_value(loss_fn)(full, x, y)
+    grads = fs.scatter_grads(grads, like=state.params, reduce="mean")
+    return fs.update(TX, state, grads), fs.objective(loss, like=state.params)
 
 
-def accumulated(mesh, reduction_order=None):
-    step = train(lambda p, xy: loss_fn(p, *xy), CLIPPED, fs.accumulate, reduction_order=reduction_order)
-    return step, state_of(FULL, fs.zero2(mesh, min_shard_elements=0), CLIPPED), [(X, Y), (X + 1, Y)]
+def loss_of_microbatch(params, microbatch):
+    return loss_fn(params, *microbatch)
 
 
-def tree_sums(mesh):
-    step = train(loss_fn, reduction_order="tree")
-    return step, state_of(FULL, fs.zero3(mesh, min_shard_elements=0)), X, Y
+def accumulated(**options):
+    """Two microbatches, whose gradients are added up."""
+    batch = {"microbatch": [(X, Y), (X + 1, Y)]}
+    return from_loss(NETWORK, zero2, tx=CLIPPED, grad=fs.accumulate, batch=batch, **options)(loss_of_microbatch)
 
 
 def jitted(mesh):
     step = fs.jit(train(loss_fn), donate_argnums=0)
-    return step, state_of(FULL, fs.zero3(mesh, min_shard_elements=0)), X, Y
+    return step, state_of(NETWORK, split(mesh)), X, Y
 
 
 class Block(nn.Module):
@@ -144,29 +147,25 @@ class Block(nn.Module):
         return x + self.dropout(self.down(F.gelu(self.up(x))))
 
 
-def merged(mesh):
+@from_loss(
+    {"a": torch.ones(WIDTH, 2), "b": torch.ones(2, CLASSES)},
+    batch={"base": lambda mesh: fs.shard(torch.ones(WIDTH, CLASSES), split(mesh))},
+)
+def merged(params, base, x, y):
     """LoRA: rows of a leaf that is not trained and of an update are added on each rank, before they are gathered."""
-
-    def loss_of_merged(params, base, x, y):
-        b = fs.gather(params["b"])
-        sums = fs.Sharded(base.local + params["a"].local @ b, base.spec)
-        return F.cross_entropy(x @ fs.gather(sums), y)
-
-    strategy = fs.zero3(mesh, min_shard_elements=0)
-    state = state_of({"a": torch.ones(WIDTH, 2), "b": torch.ones(2, CLASSES)}, strategy)
-    return train(loss_of_merged), state, fs.shard(torch.ones(WIDTH, CLASSES), strategy), X, Y
+    b = fs.gather(params["b"])
+    sums = fs.Sharded(base.local + params["a"].local @ b, base.spec)
+    return F.cross_entropy(x @ fs.gather(sums), y)
 
 
-def summed_penalty(mesh):
+@from_loss(NETWORK, reduce="sum")
+def summed_penalty(params, x, y):
     """Each rank adds the penalty of its shards to a sum over ranks, which has each element once."""
-
-    def sum_with_penalty(params, x, y):
-        return loss_fn(params, x, y) / 8 + 0.1 * params["w"].local.square().sum()
-
-    return train(sum_with_penalty, reduce="sum"), state_of(FULL, fs.zero3(mesh, min_shard_elements=0)), X, Y
+    return loss_fn(params, x, y) / 8 + 0.1 * params["w"].local.square().sum()
 
 
-def private(mesh):
+@from_step(NETWORK, batch={"noise": lambda mesh: fs.shard(NETWORK, split(mesh))})
+def private(state, x, y, noise):
     """DP-SGD as in examples/dp_sgd.py, of samples and noise that the batch has."""
 
     def gradient(full, x, y):
@@ -174,13 +173,9 @@ def private(mesh):
         norm = torch.stack([leaf.square().sum() for leaf in grads.values()]).sum().sqrt()
         return fs.tree_map(lambda leaf: leaf * (1.0 / norm).clamp(max=1), grads)
 
-    def step(state, x, y, noise):
-        rows = torch.func.vmap(gradient, in_dims=(None, 0, 0))(fs.gather(state.params), x, y)
-        sums = fs.scatter_grads(fs.tree_map(lambda leaf: leaf.sum(0), rows), like=state.params, reduce="sum")
-        return fs.update(TX, state, fs.tree_map(lambda g, n: (g + 2.0 * n) / 100, sums, noise))
-
-    strategy = fs.zero3(mesh, min_shard_elements=0)
-    return step, state_of(FULL, strategy), X, Y, fs.shard(FULL, strategy)
+    rows = torch.func.vmap(gradient, in_dims=(None, 0, 0))(fs.gather(state.params), x, y)
+    sums = fs.scatter_grads(fs.tree_map(lambda leaf: leaf.sum(0), rows), like=state.params, reduce="sum")
+    return fs.update(TX, state, fs.tree_map(lambda g, n: (g + 2.0 * n) / 100, sums, noise))
 
 
 def members_with_counts(mesh):
@@ -191,104 +186,103 @@ def members_with_counts(mesh):
         _, grads = fs.value_and_grad(loss_fn)(params, x, y)
         return tx.update(grads, opt_state, params)
 
-    params = fs.shard(FULL, fs.zero3(mesh, min_shard_elements=0))
+    params = fs.shard(NETWORK, split(mesh))
     stacked = fs.tree_map(lambda leaf: torch.stack([leaf, leaf]), params)
     opt_state = torch.func.vmap(tx.init)(stacked)
     return torch.func.vmap(of_one), stacked, opt_state, X.expand(2, -1, -1), Y.expand(2, -1)
 
 
-def unequal_tokens(mesh):
+@from_loss(
+    NETWORK,
+    fs.zero3,
+    tx=CLIPPED,
+    grad=fs.accumulate,
+    reduce="weighted",
+    batch={"microbatch": [(X, Y, ONES), (X, Y, torch.zeros(BATCH))]},
+)
+def unequal_tokens(params, microbatch):
     """Microbatches of unequal numbers of tokens, as in examples/unequal_tokens.py."""
-
-    step = train(lambda p, batch: sum_and_count(p, *batch), CLIPPED, fs.accumulate, reduce="weighted")
-    batches = [(X, Y, torch.ones(len(Y))), (X, Y, torch.zeros(len(Y)))]
-    return step, state_of(FULL, fs.zero3(mesh), CLIPPED), batches
+    return sum_and_count(params, *microbatch)
 
 
 def split_module(mesh):
     """A module that tensor_parallel splits, which holds the axis of the mesh that the step is checked on."""
     module = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
 
-    def split(axis):
+    def cut(axis):
         return fs.tensor_parallel(module, axis, {"0": "column", "2": "row"})
 
     def loss_of_split(params, x, tp):
-        return fs.functionalize(split(tp)[0]).apply(params, x).square().mean()
+        return fs.functionalize(cut(tp)[0]).apply(params, x).square().mean()
 
-    parallel, columns_and_rows = split(fs.axis_of(mesh["tp"]))
-    strategy = fs.compose(fs.zero3(mesh, min_shard_elements=0), columns_and_rows)
+    parallel, columns_and_rows = cut(fs.axis_of(mesh["tp"]))
+    strategy = fs.compose(split(mesh), columns_and_rows)
     state = fs.TrainState.create(fs.functionalize(parallel).init(strategy, seed=0), TX)
     return train(loss_of_split), state, X, fs.axis_of(mesh["tp"])
 
 
-def keys_by_index(mesh):
+MODEL = fs.functionalize(nn.Sequential(Block(), nn.Linear(WIDTH, CLASSES)))
+
+
+@from_step(MODEL, key=0, batch={"microbatches": [(torch.tensor(i), (X, Y)) for i in range(2)]})
+def keys_by_index(state, microbatches):
     """Dropout whose key has the number of the microbatch in the job, which ranks get with their batches."""
-    model = fs.functionalize(nn.Sequential(Block(), nn.Linear(WIDTH, CLASSES)))
+    key = fs.fold_in(state.key, state.step)
 
-    def step(state, microbatches):
-        key = fs.fold_in(state.key, state.step)
+    def loss_of_one(params, microbatch):
+        index, (x, y) = microbatch
+        return F.cross_entropy(MODEL.apply(params, x, key=fs.fold_in(key, index)), y)
 
-        def loss_of_one(params, microbatch):
-            index, (x, y) = microbatch
-            return F.cross_entropy(model.apply(params, x, key=fs.fold_in(key, index)), y)
-
-        loss, grads = fs.accumulate(loss_of_one)(state.params, microbatches)
-        return fs.update(TX, state, grads), loss
-
-    params = model.init(fs.zero3(mesh, min_shard_elements=0), seed=0)
-    return step, fs.TrainState.create(params, TX, key=0), [(torch.tensor(i), (X, Y)) for i in range(2)]
+    loss, grads = fs.accumulate(loss_of_one)(state.params, microbatches)
+    return fs.update(TX, state, grads), loss
 
 
-def smoothed_labels(mesh):
+@from_loss(NETWORK, fs.zero3)
+def smoothed_labels(params, x, y):
     """Torch divides a part of this loss by the count of labels that it does not ignore."""
-
-    def loss_of_smoothed(params, x, y):
-        return F.cross_entropy(x @ fs.gather(params)["w"], y, label_smoothing=0.1)
-
-    return train(loss_of_smoothed), state_of(FULL, fs.zero3(mesh)), X, Y
+    return F.cross_entropy(x @ fs.gather(params)["w"], y, label_smoothing=0.1)
 
 
-def logged_term(mesh):
+@from_step(NETWORK, fs.zero3)
+def logged_term(state, x, y, axis):
     """The loss has a Dice coefficient of each rank, whose mean over ranks is a part of it."""
 
-    def loss_and_dice(params, x, y):
+    def loss_and_dice(params):
         full = fs.gather(params)
         hits, labels = (x @ full["w"]).sigmoid(), F.one_hot(y, HIDDEN)
         dice = 2 * (hits * labels).sum() / (hits.sum() + labels.sum())
         return 1 - dice, dice.detach()
 
-    def step(state, x, y, axis):
-        (loss, dice), grads = fs.value_and_grad(loss_and_dice, has_aux=True)(state.params, x, y)
-        return fs.update(TX, state, grads), {"loss": loss, "dice": fs.pmean(dice, axis)}
-
-    return step, state_of(FULL, fs.zero3(mesh)), X, Y, fs.axis_of(mesh)
+    (loss, dice), grads = fs.value_and_grad(loss_and_dice, has_aux=True)(state.params)
+    return fs.update(TX, state, grads), {"loss": loss, "dice": fs.pmean(dice, axis)}
 
 
-def means_weighted_again(mesh):
+@from_step(NETWORK, fs.zero3)
+def means_weighted_again(state, x, y, mask, axis):
     """Means over the counts of ranks, which are multiplied by these."""
 
-    def step(state, x, y, mask, axis):
-        def weighted_loss(params):
-            total, count = sum_and_count(params, x, y, mask)
-            mean = total / count
-            return mean * (count / fs.pmean(count, axis)), mean.detach()
+    def weighted_loss(params):
+        total, count = sum_and_count(params, x, y, mask)
+        mean = total / count
+        return mean * (count / fs.pmean(count, axis)), mean.detach()
 
-        (loss, mean), grads = fs.value_and_grad(weighted_loss, has_aux=True)(state.params)
-        count = mask.sum()
-        again = fs.pmean(mean * count, axis) / fs.pmean(count, axis)
-        return fs.update(TX, state, grads), {"loss": loss, "again": again}
-
-    return step, state_of(FULL, fs.zero3(mesh)), X, Y, torch.ones(len(Y)), fs.axis_of(mesh)
+    (loss, mean), grads = fs.value_and_grad(weighted_loss, has_aux=True)(state.params)
+    count = mask.sum()
+    again = fs.pmean(mean * count, axis) / fs.pmean(count, axis)
+    return fs.update(TX, state, grads), {"loss": loss, "again": again}
 
 
 PROGRAMS = (
-    *(scaled, weighted, four_verbs, accumulated, tree_sums, jitted, merged, private, unequal_tokens),
-    *(members_with_counts, summed_penalty, keys_by_index, smoothed_labels, logged_term, means_weighted_again),
+    *(scaled, four_verbs, jitted, merged, private, unequal_tokens, members_with_counts, summed_penalty),
+    *(keys_by_index, smoothed_labels, logged_term, means_weighted_again),
 )
 TABLE: Mapping[str, Right] = {
-    **{name: Right(partial(by_strategy, strategy), mesh) for name, (strategy, mesh) in STRATEGIES.items()},
-    **{name: Right(partial(by_optimizer, tx)) for name, tx in OPTIMIZERS.items()},
+    **{name: Right(from_loss(NETWORK, strategy)(loss_fn), mesh) for name, (strategy, mesh) in STRATEGIES.items()},
+    **{name: Right(from_loss(NETWORK, large, tx=tx)(loss_fn)) for name, tx in OPTIMIZERS.items()},
     **{program.__name__.replace("_", " "): Right(program) for program in PROGRAMS},
+    "weighted": Right(from_loss(NETWORK, fs.zero3, reduce="weighted")(sum_and_count)),
+    "tree sums": Right(from_loss(NETWORK, reduction_order="tree")(loss_fn)),
+    "accumulated": Right(accumulated()),
+    "accumulated in a tree": Right(accumulated(reduction_order="tree")),
     "module that tensor_parallel splits": Right(split_module, {"shard": 4, "tp": 2}),
-    "accumulated in a tree": Right(partial(accumulated, reduction_order="tree")),
 }

@@ -10,27 +10,23 @@ from tests.ext import test_architectures as architectures
 from tests.ext import test_laws as laws
 from tests.ext.check import example_steps
 from tests.ext.check.closed_axes import open_axes
-from tests.ext.check.results import find_alarms
+from tests.ext.check.mistakes import check
 from tests.ranks import my_rank, on_ranks
 from tests.trees import one_axis
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
-def alarms_of(step, args, mesh):
-    return list(map(str, fs.check(step, *args, mesh=mesh).problems))
-
-
 @pytest.mark.parametrize("name", example_steps.TABLE)
 def test_examples(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     step, args = example_steps.take_step(name)
-    assert alarms_of(step, args, example_steps.TABLE[name].mesh) == []
+    assert fs.check(step, *args, mesh=example_steps.TABLE[name].mesh).problems == ()
 
 
 @pytest.mark.parametrize("name", example_steps.WRITTEN_OUT)
 def test_examples_whose_step_is_no_function(name):
-    assert find_alarms({name: example_steps.WRITTEN_OUT[name]}) == []
+    assert check(*example_steps.WRITTEN_OUT[name]).problems == ()
 
 
 def test_every_example_that_trains_is_checked():
@@ -51,7 +47,7 @@ def test_laws_of_extensions(name):
         axes = flatten(program.state.params).axes
         step, mesh = open_axes(program.step, axes), {axis.name: axis.size for axis in axes}
         assert math.prod(mesh.values()) == laws.RANKS
-        assert alarms_of(step, (program.state, *program.batch, *axes), mesh) == []
+        assert fs.check(step, program.state, *program.batch, *axes, mesh=mesh).problems == ()
 
 
 # Models whose ranks keep statistics of their own in these steps, and are told so.
