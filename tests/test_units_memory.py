@@ -16,7 +16,7 @@ import fshard as fs
 from fshard import _compat
 from fshard.engine.call import KEY
 from fshard.testing import spmd
-from tests.ranks import my_rank
+from tests.ranks import my_rank, on_ranks
 from tests.trees import one_axis
 from tests.unit_models import WIDTH, Dropped, filled, vectors, zero3
 
@@ -145,23 +145,22 @@ def test_a_recurrent_layer_lets_its_weights_go_after_its_turn():
 
 
 @pytest.mark.parametrize("keep", (False, True))
+@on_ranks(2)
 def test_a_second_gradient_is_added_in_the_memory_of_the_first_unless_that_is_held(keep):
-    def program():
-        log, kept, places = Log(), [], []
-        params = fs.shard(torch.ones(100, WIDTH), fs.compose(zero3()(one_axis()), Watched(log)))
+    log, kept, places = Log(), [], []
+    params = fs.shard(torch.ones(100, WIDTH), fs.compose(zero3()(one_axis()), Watched(log)))
 
-        def loss(p):
-            uses = [fs.gather(p), fs.gather(p)]
-            for use in uses:
-                use.register_hook(lambda grad: places.append(grad.untyped_storage()._cdata))
-                use.register_hook(lambda grad: kept.extend([grad] if keep else []))
-            return (uses[0] + 2 * uses[1]).square().sum()
+    def loss(p):
+        uses = [fs.gather(p), fs.gather(p)]
+        for use in uses:
+            use.register_hook(lambda grad: places.append(grad.untyped_storage()._cdata))
+            use.register_hook(lambda grad: kept.extend([grad] if keep else []))
+        return (uses[0] + 2 * uses[1]).square().sum()
 
-        _, grads = fs.value_and_grad(loss)(params)
-        assert ([place.cdata for _, place, _ in log.grads] == places[:1]) != keep
-        return [grad.unique().tolist() for grad in (*kept, fs.unshard(grads))]
-
-    assert spmd(program, 2) == [[[12.0], [6.0], [18.0]] if keep else [[18.0]]] * 2
+    _, grads = fs.value_and_grad(loss)(params)
+    assert ([place.cdata for _, place, _ in log.grads] == places[:1]) != keep
+    values = [grad.unique().tolist() for grad in (*kept, fs.unshard(grads))]
+    assert values == ([[12.0], [6.0], [18.0]] if keep else [[18.0]])
 
 
 def refer_to_calls(case):

@@ -9,6 +9,7 @@ from fshard.comm import setting
 from fshard.init import SKIP_DRAWING
 from fshard.testing import spmd
 from fshard.tree import flatten
+from tests.ranks import my_rank, on_ranks
 from tests.trees import every_bit, one_axis
 
 OF_TORCH = torch.optim
@@ -85,33 +86,29 @@ def test_a_class_that_keeps_state_of_another_shape_is_refused_by_name():
         fs.from_torch(OF_TORCH.Adafactor, lr=0.1).init(params)
 
 
+@on_ranks(2)
 def test_a_stateful_transform_has_an_abstract_state():
-    def program():
-        strategy = fs.quantize(one_axis(), scatter=True)
-        drawn = make_model().init(strategy, seed=0)
-        abstract = make_model().init(strategy, abstract=True)
-        for leaf, other in zip(*map(fs.tree_leaves, map(fs.transform_state, (abstract, drawn))), strict=True):
-            assert leaf.is_meta
-            assert (leaf.shape, leaf.dtype) == (other.shape, other.dtype)
-
-    spmd(program, 2)
+    strategy = fs.quantize(one_axis(), scatter=True)
+    drawn = make_model().init(strategy, seed=0)
+    abstract = make_model().init(strategy, abstract=True)
+    for leaf, other in zip(*map(fs.tree_leaves, map(fs.transform_state, (abstract, drawn))), strict=True):
+        assert leaf.is_meta
+        assert (leaf.shape, leaf.dtype) == (other.shape, other.dtype)
 
 
+@on_ranks(2)
 def test_plans_and_graphs_of_abstract_states_are_those_of_states_with_values():
-    def program():
-        tx = OPTIMIZERS["fused"]()
-        step, batch = train(None, tx)
-        step = fs.jit(step, donate_argnums=0)
-        drawn, abstract = make_state(tx, seed=0), make_state(tx, abstract=True)
-        graph, other = (fs.make_graph(step)(state, batch) for state in (abstract, drawn))
-        assert graph.collectives() == other.collectives()
-        assert [moment.operator for moment in graph.moments] == [moment.operator for moment in other.moments]
-        assert graph.peak_bytes() == other.peak_bytes() > 0
-        plans = (fs.plan(step, state, batch, mesh={"shard": 8}) for state in (abstract, drawn))
-        assert len({str(plan) for plan in plans}) == 1
-        assert step.traces == []
-
-    spmd(program, 2)
+    tx = OPTIMIZERS["fused"]()
+    step, batch = train(None, tx)
+    step = fs.jit(step, donate_argnums=0)
+    drawn, abstract = make_state(tx, seed=0), make_state(tx, abstract=True)
+    graph, other = (fs.make_graph(step)(state, batch) for state in (abstract, drawn))
+    assert graph.collectives() == other.collectives()
+    assert [moment.operator for moment in graph.moments] == [moment.operator for moment in other.moments]
+    assert graph.peak_bytes() == other.peak_bytes() > 0
+    plans = (fs.plan(step, state, batch, mesh={"shard": 8}) for state in (abstract, drawn))
+    assert len({str(plan) for plan in plans}) == 1
+    assert step.traces == []
 
 
 USES = {
@@ -155,12 +152,10 @@ def test_a_state_that_was_filled_in_part_is_refused(tmp_path):
         fs.update(tx, state, grads)
 
 
+@on_ranks(2)
 def test_ranks_that_differ_in_abstract_are_named():
-    def program():
-        with pytest.raises(ValueError, match="ranks hold different trees"):
-            make_model().init(make_strategy(), seed=0, abstract=fs.comm.rank(fs.axis_of(one_axis())) == 1)
-
-    spmd(program, 2)
+    with pytest.raises(ValueError, match="ranks hold different trees"):
+        make_model().init(make_strategy(), seed=0, abstract=my_rank() == 1)
 
 
 @pytest.mark.parametrize("options", ({"seed": 0}, {}))

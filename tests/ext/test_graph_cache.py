@@ -16,7 +16,7 @@ from fshard.ext.saved_graph import cache as cache_module
 from fshard.ext.saved_graph import identity
 from fshard.ext.saved_graph.identity import compute_identity, list_sources
 from fshard.testing import spmd
-from tests.ranks import my_rank
+from tests.ranks import my_rank, on_ranks
 from tests.trees import every_bit, one_axis
 
 FACTOR = 1.0
@@ -182,29 +182,27 @@ READ = ["read from a file"]
 TRACED = ["the first call"]
 
 
+@on_ranks(2)
 def test_a_graph_is_loaded_on_all_ranks_and_gives_the_same_bits_and_collectives(tmp_path):
-    def program():
-        cache = fs.graph_cache(tmp_path)
-        results = []
-        for _ in range(2):
-            with fs.comm.record() as record:
-                results.append(run(cache))
-            results.append(record.bytes_sent())
-        (first, first_traces), sent, (second, second_traces), sent_again = results
-        assert (first_traces, second_traces) == (TRACED, READ)
-        assert first == second
-        assert sent == sent_again
-        assert run(cache, factor=3.0)[1] == TRACED
-        assert run(cache)[1] == READ
-        # A rank that loaded the first graph traces another one without asking others.
-        jitted = make_jitted(cache)
-        params, x = make_arguments()
-        params, _ = jitted(params, x)
-        jitted(params, torch.ones(5, 4))
-        assert jitted.traces[0] == READ[0]
-        assert "shape was" in jitted.traces[1]
-
-    spmd(program, 2)
+    cache = fs.graph_cache(tmp_path)
+    results = []
+    for _ in range(2):
+        with fs.comm.record() as record:
+            results.append(run(cache))
+        results.append(record.bytes_sent())
+    (first, first_traces), sent, (second, second_traces), sent_again = results
+    assert (first_traces, second_traces) == (TRACED, READ)
+    assert first == second
+    assert sent == sent_again
+    assert run(cache, factor=3.0)[1] == TRACED
+    assert run(cache)[1] == READ
+    # A rank that loaded the first graph traces another one without asking others.
+    jitted = make_jitted(cache)
+    params, x = make_arguments()
+    params, _ = jitted(params, x)
+    jitted(params, torch.ones(5, 4))
+    assert jitted.traces[0] == READ[0]
+    assert "shape was" in jitted.traces[1]
 
 
 def files_in(directory):

@@ -26,7 +26,7 @@ from tests.checkpoint.states import (
     zeros_like,
 )
 from tests.ext.memory.jobs import be_job, manager, save_steps, slots_in
-from tests.ranks import my_rank
+from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_same_bits, meshes, one_axis
 
 
@@ -69,25 +69,21 @@ def test_texts_that_grow(tmp_path):
         assert manager(tmp_path).restore({"text": "", "floats": [0.0] * 50})["text"] == text
 
 
+@on_ranks(2)
 def test_the_newest_of_memory_and_disk(tmp_path):
     """The newer step counts, of two that are equal that in memory; each can be asked for."""
-
-    def program():
-        kept = manager(tmp_path, every=4)
-        for step in range(1, 7):
-            kept.save(split(step), step)
-        kept.wait()
-        restarted = manager(tmp_path)
-        steps = [restarted.latest_step()]
-        like = zeros_like(split(0))
-        for step, kind in ((None, 6), (5, 5), (4, 4)):
-            assert_same(restarted.restore(like, step=step), split(kind))
-        checkpoint.save(tmp_path / "disk", split(9), 9)
-        steps.append(restarted.latest_step())
-        assert_same(restarted.restore(like), split(9))
-        return steps
-
-    assert spmd(program, 2) == [[6, 9]] * 2
+    kept = manager(tmp_path, every=4)
+    for step in range(1, 7):
+        kept.save(split(step), step)
+    kept.wait()
+    restarted = manager(tmp_path)
+    assert restarted.latest_step() == 6
+    like = zeros_like(split(0))
+    for step, kind in ((None, 6), (5, 5), (4, 4)):
+        assert_same(restarted.restore(like, step=step), split(kind))
+    checkpoint.save(tmp_path / "disk", split(9), 9)
+    assert restarted.latest_step() == 9
+    assert_same(restarted.restore(like), split(9))
 
 
 # Steps from one save to the disk and to memory to the next.
@@ -95,62 +91,54 @@ INTERVALS = [(10**9, 1), (4, 1), (4, 3), (1, 3), (3, 4)]
 
 
 @pytest.mark.parametrize("every, memory_every", INTERVALS)
+@on_ranks(2)
 def test_a_restart_reads_what_was_saved_last_where_a_run_goes_back(every, memory_every, tmp_path):
     """Twice in the same process, and then in others; each state differs from that which the step had before."""
-
-    def program():
-        kept = manager(tmp_path, every=every, memory_every=memory_every)
-        for turn, steps in enumerate((range(1, 10), range(8, 9), range(3, 8), range(7, 14), range(2, 4))):
-            if turn > 2:
-                kept = manager(tmp_path, every=every, memory_every=memory_every)
-            for step in steps:
-                is_on_disk = kept.save(split(100 * turn + step), step, force=step == 1)
-                kept.wait()
-                if is_on_disk or step % memory_every == 0:
-                    newest = 100 * turn + step
-                restarted = manager(tmp_path)
-                assert restarted.latest_step() == newest % 100, (turn, step)
-                assert_same(restarted.restore(zeros_like(split(0))), split(newest))
-
-    spmd(program, 2)
+    kept = manager(tmp_path, every=every, memory_every=memory_every)
+    for turn, steps in enumerate((range(1, 10), range(8, 9), range(3, 8), range(7, 14), range(2, 4))):
+        if turn > 2:
+            kept = manager(tmp_path, every=every, memory_every=memory_every)
+        for step in steps:
+            is_on_disk = kept.save(split(100 * turn + step), step, force=step == 1)
+            kept.wait()
+            if is_on_disk or step % memory_every == 0:
+                newest = 100 * turn + step
+            restarted = manager(tmp_path)
+            assert restarted.latest_step() == newest % 100, (turn, step)
+            assert_same(restarted.restore(zeros_like(split(0))), split(newest))
 
 
+@on_ranks(1)
 def test_a_run_that_goes_back_loses_nothing_before_its_first_save_is_complete(tmp_path, monkeypatch):
-    def program():
-        kept = manager(tmp_path, every=4)
-        for step in range(1, 7):
-            kept.save(split(step), step)
-        kept.wait()
-        with monkeypatch.context() as patched:
-            fail_writes(patched, "content")
-            for _ in range(2):
-                with pytest.raises(checkpoint.CheckpointError, match="No space left on device"):
-                    kept.save(split(12), 2)
-                restarted = manager(tmp_path)
-                assert_same(restarted.restore(zeros_like(split(0))), split(6))
-                assert_same(restarted.restore(zeros_like(split(0)), step=5), split(5))
-        assert kept.save(split(12), 2)
-        assert_same(manager(tmp_path).restore(zeros_like(split(0))), split(12))
-        assert_same(manager(tmp_path).restore(zeros_like(split(0)), step=4), split(4))
-
-    spmd(program, 1)
+    kept = manager(tmp_path, every=4)
+    for step in range(1, 7):
+        kept.save(split(step), step)
+    kept.wait()
+    with monkeypatch.context() as patched:
+        fail_writes(patched, "content")
+        for _ in range(2):
+            with pytest.raises(checkpoint.CheckpointError, match="No space left on device"):
+                kept.save(split(12), 2)
+            restarted = manager(tmp_path)
+            assert_same(restarted.restore(zeros_like(split(0))), split(6))
+            assert_same(restarted.restore(zeros_like(split(0)), step=5), split(5))
+    assert kept.save(split(12), 2)
+    assert_same(manager(tmp_path).restore(zeros_like(split(0))), split(12))
+    assert_same(manager(tmp_path).restore(zeros_like(split(0)), step=4), split(4))
 
 
+@on_ranks(2)
 def test_a_run_that_goes_on_looks_for_no_newer_state_between_two_states_in_memory(tmp_path):
     """Ranks send messages in the first save, and where they agree on the layout of the slots."""
-
-    def program():
-        kept = manager(tmp_path, memory_every=3)
-        state = split(0)
-        sends = []
-        for step in range(1, 7):
-            with fs.comm.record() as record:
-                kept.save(state, step)
-            sends.append(len(record) > 0)
-        return sends
-
+    kept = manager(tmp_path, memory_every=3)
+    state = split(0)
+    sends = []
+    for step in range(1, 7):
+        with fs.comm.record() as record:
+            kept.save(state, step)
+        sends.append(len(record) > 0)
     # A slot is made by the first generation in it.
-    assert spmd(program, 2) == [[True, False, True, False, False, True]] * 2
+    assert sends == [True, False, True, False, False, True]
 
 
 def test_a_process_forked_meanwhile_keeps_no_state_in_memory(tmp_path):
@@ -178,27 +166,24 @@ def test_a_process_forked_meanwhile_keeps_no_state_in_memory(tmp_path):
 
 
 @pytest.mark.parametrize("is_restored", (True, False))
+@on_ranks(2)
 def test_ranks_that_a_failure_has_left_a_step_apart_go_on_in_the_same_processes(is_restored, tmp_path):
     """From the older state, which they have still or restore; the step that is repeated has another result."""
-
-    def program():
-        axis = fs.axis_of(one_axis())
-        kept = manager(tmp_path)
-        for step in range(1, 5):
-            kept.save(split(step), step)
-        state = split(5)
-        if my_rank() == 0:
-            kept.save(state, 5)
-            with pytest.raises(fs.comm.CollectiveError, match="rank 1 called init_mesh"):
-                fs.psum(torch.ones(()), axis)
-        one_axis()
-        if is_restored:
-            assert_same(kept.restore(zeros_like(split(0))), split(4))
-        for step in range(5, 8):
-            kept.save(split(100 + step), step)
-            assert_same(manager(tmp_path).restore(zeros_like(split(0))), split(100 + step))
-
-    spmd(program, 2)
+    axis = fs.axis_of(one_axis())
+    kept = manager(tmp_path)
+    for step in range(1, 5):
+        kept.save(split(step), step)
+    state = split(5)
+    if my_rank() == 0:
+        kept.save(state, 5)
+        with pytest.raises(fs.comm.CollectiveError, match="rank 1 called init_mesh"):
+            fs.psum(torch.ones(()), axis)
+    one_axis()
+    if is_restored:
+        assert_same(kept.restore(zeros_like(split(0))), split(4))
+    for step in range(5, 8):
+        kept.save(split(100 + step), step)
+        assert_same(manager(tmp_path).restore(zeros_like(split(0))), split(100 + step))
 
 
 def test_a_warning_says_that_ranks_saved_other_values(tmp_path):
@@ -258,15 +243,13 @@ def test_restore_or_draws_nothing_where_there_is_a_state(tmp_path):
     spmd(program, 1)
 
 
+@on_ranks(2)
 def test_parts_by_subtree_and_by_name(tmp_path):
-    def program():
-        save_steps(tmp_path, lambda step: {"params": split(step), "head": torch.ones(2)}, 3)
-        kept = manager(tmp_path)
-        assert_same(kept.restore(zeros_like(split(0)), subtree="['params']"), split(3))
-        head = kept.restore({"params": split(0), "head": torch.zeros(2)}, only="head")["head"]
-        assert head.tolist() == [1, 1]
-
-    spmd(program, 2)
+    save_steps(tmp_path, lambda step: {"params": split(step), "head": torch.ones(2)}, 3)
+    kept = manager(tmp_path)
+    assert_same(kept.restore(zeros_like(split(0)), subtree="['params']"), split(3))
+    head = kept.restore({"params": split(0), "head": torch.zeros(2)}, only="head")["head"]
+    assert head.tolist() == [1, 1]
 
 
 def test_a_donated_step_may_overwrite_what_was_saved(tmp_path):
@@ -285,20 +268,17 @@ def test_saves_inside_inference_mode_and_outside(tmp_path):
     assert_same(manager(tmp_path).restore(full(0)), full(3))
 
 
+@on_ranks(2)
 def test_leaves_of_other_kinds_in_the_same_layout(tmp_path):
     """A rank has a parameter where it had a tensor, and its entries in another order: nobody sends anything."""
-
-    def program():
-        kept = manager(tmp_path)
-        for step in (1, 2):
-            kept.save({"w": torch.ones(3), "v": torch.ones(2), "text": ""}, step)
-        kept._memory._exchange.merge_objects = None
-        like = {"w": torch.arange(3.0), "v": torch.arange(2.0), "text": "?"}
-        state = OrderedDict(text="?", w=torch.nn.Parameter(like["w"]), v=like["v"]) if my_rank() else like
-        kept.save(state, 3)
-        assert_same(manager(tmp_path).restore(zeros_like(like)), like)
-
-    spmd(program, 2)
+    kept = manager(tmp_path)
+    for step in (1, 2):
+        kept.save({"w": torch.ones(3), "v": torch.ones(2), "text": ""}, step)
+    kept._memory._exchange.merge_objects = None
+    like = {"w": torch.arange(3.0), "v": torch.arange(2.0), "text": "?"}
+    state = OrderedDict(text="?", w=torch.nn.Parameter(like["w"]), v=like["v"]) if my_rank() else like
+    kept.save(state, 3)
+    assert_same(manager(tmp_path).restore(zeros_like(like)), like)
 
 
 def test_a_state_without_values_in_the_layout_of_one_with_values(tmp_path):
