@@ -4,7 +4,7 @@ import torch
 
 import fshard as fs
 from tests.ext.check.mistakes import SHARD_TP, mistake
-from tests.ext.check.programs import LAYER, WIDTH, from_loss, from_step, parallel
+from tests.ext.check.programs import LAYER, TX, WIDTH, from_loss, from_step, parallel
 from tests.ext.parallel.test_custom_call import cubes
 
 FULL = {"w": torch.ones(8, 3), "b": torch.ones(5)}
@@ -152,9 +152,7 @@ def psum_of_what_agrees(params, tp):
 
 
 @mistake(
-    "missing sum",
-    mesh={"tp": 8},
-    make=from_loss({"w": torch.ones(8)}, lambda mesh: fs.split_dim(mesh["tp"], dim=0)),
+    "missing sum", mesh={"tp": 8}, make=from_loss({"w": torch.ones(8)}, lambda mesh: fs.split_dim(mesh["tp"], dim=0))
 )
 def psum_where_ranks_share_a_loss(params, tp):
     total = fs.gather(params)["w"].sum()
@@ -189,27 +187,21 @@ def broadcast_without_a_cast(params, axis):
 
 
 @mistake(
-    "missing sum",
-    mesh=SHARD_TP,
-    make=from_loss(
-        {"w": torch.ones(8)},
-        over_both_axes,
-        reduce_over="shard",
-        batch={"x": torch.ones(3, 8)},
-    ),
+    "missing sum", mesh=SHARD_TP, make=from_step({"w": torch.ones(8)}, over_both_axes, batch={"x": torch.ones(3, 8)})
 )
-def loss_reduced_over_one_axis_of_the_batch(params, x):
+def loss_reduced_over_one_axis_of_the_batch(state, x):
     """Ranks of `tp` compute the same loss of leaves that are gathered over both axes, and nobody says so."""
-    loss = (x * fs.gather(params)["w"]).square().sum()  # <- here
-    return loss  # <- here
+
+    def loss_fn(params):
+        loss = (x * fs.gather(params)["w"]).square().sum()  # <- here
+        return loss  # <- here
+
+    run = fs.value_and_grad(loss_fn, reduce_over="shard")  # right: run = fs.value_and_grad(loss_fn)
+    loss, grads = run(state.params)
+    return fs.update(TX, state, grads), loss
 
 
-@mistake(
-    "refused",
-    "missing sum",
-    mesh=SHARD_TP,
-    make=from_step(FULL, over_both_axes),
-)
+@mistake("refused", "missing sum", mesh=SHARD_TP, make=from_step(FULL, over_both_axes))
 def gradients_over_an_axis_that_leaves_are_not_on(state):
     over = ("shard", "cp")  # right: over = ("shard", "tp")
     loss, grads = fs.value_and_grad(squares, reduce_over=over)(state.params)  # <- here

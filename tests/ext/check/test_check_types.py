@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import fshard as fs
-from tests.ext.check.mistakes import SHARD_TP
-from tests.ext.check.programs import LAYER, X, Y, parallel, split, state_of, train
+from tests.ext.check.mistakes import SHARD_TP, check
+from tests.ext.check.programs import HYBRID, LAYER, X, Y, from_loss, from_step, parallel, split, state_of, train
 
 MESH = {"shard": 4}
 FULL = {"w": torch.ones(8, 6)}
@@ -18,8 +18,8 @@ def problems_of(step, *args):
     return [(str(problem.kind), problem.path) for problem in fs.check(step, *args, mesh=MESH).problems]
 
 
-def state(strategy=split):
-    return state_of(FULL, strategy(fs.init_mesh({"shard": 1}, device="cpu")))
+def state():
+    return state_of(FULL, split(fs.init_mesh({"shard": 1}, device="cpu")))
 
 
 def number(f):
@@ -174,46 +174,40 @@ def test_problems_are_in_the_order_of_their_first_lines():
 def test_what_follows_from_a_norm_of_shards_is_no_problem_of_its_own():
     """In a leaf that is whole, in one that is split, and in the norm that is returned."""
 
+    @from_step({"b": torch.ones(6), **FULL}, lambda mesh: fs.zero3(mesh, min_shard_elements=9))
     def clip(state, x):
         grads = state.params
         norm = sum(grad.local.square().sum() for grad in grads.values()).sqrt()
         grads = {name: fs.tree_map(lambda g: g / norm, grad) for name, grad in grads.items()}
         return state._replace(params=grads), norm
 
-    def whole(mesh):
-        return fs.zero3(mesh, min_shard_elements=9)
-
-    full = {"b": torch.ones(6), **FULL}
-    args = state_of(full, whole(fs.init_mesh({"shard": 1}, device="cpu"))), X
-    (problem,) = [each for each in fs.check(clip, *args, mesh=MESH).problems if each.kind != "unused batch"]
+    (problem,) = [each for each in check(clip, MESH).problems if each.kind != "unused batch"]
     assert (problem.kind, problem.path) == ("missing sum", "")
 
 
 def test_an_objective_over_two_axes_has_no_power_of_ranks():
     """It is divided by the ranks of both at once."""
 
+    @from_step(FULL, functools.partial(fs.ddp, axis=("replicate", "shard")))
     def step(state, x):
         full = fs.gather(state.params)["w"]
         return state, fs.objective((x @ full.T).mean(), like=state.params)
 
-    mesh = fs.init_mesh({"replicate": 1, "shard": 1}, device="cpu")
-    args = state(lambda _: fs.ddp(mesh, axis=("replicate", "shard"))), X
-    assert fs.check(step, *args, mesh={"replicate": 2, "shard": 4}).problems == ()
+    assert check(step, HYBRID).problems == ()
 
 
 def test_the_number_of_a_rank_may_go_into_terms_of_a_sum():
     """A bias that one rank adds to a sum over ranks whose loss is no mean over them."""
 
-    def loss_fn(params, x, y, tp):
+    @from_loss(LAYER, parallel)
+    def step(params, x, y, tp):
         full = fs.gather(params)
         x = fs.pcast(x * full["norm"], tp, to="varying")
         bias = fs.pcast(full["bias"], tp, to="varying") * (fs.axis_index(tp) == 0)
         out = fs.psum_invariant((x @ full["up"].T).relu() @ full["down"].T + bias, tp)
         return F.cross_entropy(out @ full["head"].T, y)
 
-    mesh = fs.init_mesh({"shard": 1, "tp": 1}, device="cpu")
-    args = state_of(LAYER, parallel(mesh)), X, Y, fs.axis_of(mesh["tp"])
-    assert fs.check(train(loss_fn), *args, mesh=SHARD_TP).problems == ()
+    assert check(step, SHARD_TP).problems == ()
 
 
 def test_sums_that_a_pipeline_hides_in_its_backward_are_not_missed():
@@ -279,15 +273,14 @@ def test_a_jitted_step_keeps_the_decorators_of_its_function():
 def test_a_product_of_means_over_split_features_may_be_averaged():
     """Unlike one that sums over these features, of which each rank has a part."""
 
+    @from_step(LAYER, parallel)
     def step(state, x, tp):
         full = fs.gather(state.params)
         means = torch.relu(fs.pcast(x, tp, to="varying") @ full["up"].T).mean(1, keepdim=True)
         products = fs.psum_invariant(means @ torch.ones(1, 3), tp) / tp.size
         return state, fs.pmean(products.sum(), state.params["norm"].spec.axes[0])
 
-    mesh = fs.init_mesh(dict.fromkeys(SHARD_TP, 1), device="cpu")
-    args = state_of(LAYER, parallel(mesh)), X, fs.axis_of(mesh["tp"])
-    assert fs.check(step, *args, mesh=SHARD_TP).problems == ()
+    assert check(step, SHARD_TP).problems == ()
 
 
 def test_refusals_of_fshard_are_problems_and_errors_of_the_user_are_raised():

@@ -37,11 +37,7 @@ def buffers_that_are_not_synchronized(state, x):
     return fs.update(TX, state._replace(buffers=buffers), grads), loss
 
 
-@mistake(
-    "number of ranks",
-    missed="Ranks may have parts of one loss, or models of their own.",
-    make=from_step(FULL),
-)
+@mistake("number of ranks", missed="Ranks may have parts of one loss, or models of their own.", make=from_step(FULL))
 def sum_where_a_mean_is_meant(state, x, axis):
     def loss_fn(params):
         return (x @ fs.gather(params)["w"]).square().mean()

@@ -86,9 +86,7 @@ def sum_over_the_other_axis(params, x, shard, tp):
 
 
 @mistake(
-    "missing sum",
-    mesh={"shard": 2, "cp": 2, "tp": 2},
-    make=from_loss({"w": torch.ones(4, 4, 4)}, over_three_axes),
+    "missing sum", mesh={"shard": 2, "cp": 2, "tp": 2}, make=from_loss({"w": torch.ones(4, 4, 4)}, over_three_axes)
 )
 def sum_over_one_of_two_axes(params, x, cp, tp):
     part = x.sum() * fs.gather(params)["w"].square().sum()

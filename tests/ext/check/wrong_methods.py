@@ -75,10 +75,7 @@ def rate_by_the_loss_of_each_rank(state, x, y):
     return state._replace(params=params), loss
 
 
-@mistake(
-    "rank's own number",
-    make=from_step(NETWORK, fs.ddp, buffers=lambda mesh: fs.shard(NETWORK, fs.ddp(mesh))),
-)
+@mistake("rank's own number", make=from_step(NETWORK, fs.ddp, buffers=lambda mesh: fs.shard(NETWORK, fs.ddp(mesh))))
 def teacher_that_forgets_by_the_rank(state, x, y, axis):
     """The decay of the average that a teacher is depends on the rank."""
     loss, grads = fs.value_and_grad(loss_fn)(state.params, x, y)
