@@ -72,9 +72,7 @@ def _break(x: torch.Tensor, place: str) -> torch.Tensor:
 
 torch.library.register_fake("fshard_tests::breaks", lambda x, place: x.clone(), lib=OPERATORS)
 torch.library.register_autograd(
-    "fshard_tests::breaks",
-    lambda ctx, grad: (torch.ops.fshard_tests.breaks(grad, "backward"), None),
-    lib=OPERATORS,
+    "fshard_tests::breaks", lambda ctx, grad: (torch.ops.fshard_tests.breaks(grad, "backward"), None), lib=OPERATORS
 )
 
 

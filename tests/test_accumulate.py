@@ -294,9 +294,8 @@ def test_losses_of_half_precision_are_added_up_in_float32(world_size):
         return loss_of(p, number), torch.tensor(1, dtype=number.dtype)
 
     def through_torch_func(f, **options):
-        return lambda p, batches: torch.func.vmap(lambda _: fs.accumulate(f, **options)(p, batches)[0])(torch.ones(1))[
-            0
-        ]
+        run = fs.accumulate(f, **options)
+        return lambda p, batches: torch.func.vmap(lambda _: run(p, batches)[0])(torch.ones(1))[0]
 
     def by_engine(f, **options):
         return lambda p, batches: fs.accumulate(f, **options)(p, batches)[0]
@@ -397,10 +396,7 @@ def test_bad_arguments_are_refused():
     params = fs.shard({"w": torch.ones(4)}, fs.zero3(one_axis()))
     for communicate, text in (
         ("inner", "communicate to be one of (None, 'each', 'once', 'outer_once'), got 'inner'"),
-        (
-            "outer_once",
-            'accumulate: communicate="outer_once" needs leaves that are reduced over one axis after another',
-        ),
+        ("outer_once", 'communicate="outer_once" needs leaves that are reduced over one axis after another'),
     ):
         with pytest.raises(ValueError, match=re.escape(text)):
             fs.accumulate(lambda p, _: fs.gather(p)["w"].sum(), communicate=communicate)(params, [1])

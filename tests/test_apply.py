@@ -340,9 +340,7 @@ class Counting(nn.Linear):
 
 def test_a_buffer_that_is_replaced_is_an_update_too():
     model = fs.functionalize(Counting())
-    with pytest.raises(
-        ValueError, match=r"^apply: the module updated buffers \['calls'\], and the updates would be lost"
-    ):
+    with pytest.raises(ValueError, match=r"^apply: the module updated buffers \['calls'\], and the updates"):
         model.apply(model.init(zero3()(one_axis())), torch.ones(1, 5))
 
 

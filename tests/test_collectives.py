@@ -152,12 +152,7 @@ REFUSED = (
     (fs.ragged_all_to_all, X, ((2, 2), (0, 0)), KEPT),
     (fs.reduce_scatter, torch.ones(3), (), f"reduce_scatter: dim 0 of a tensor of shape (3,) {UNEQUAL}"),
     (fs.all_to_all, torch.ones(2, 5), (1, 0), f"all_to_all: dim 1 of a tensor of shape (2, 5) {UNEQUAL}"),
-    (
-        fs.pmax,
-        torch.ones(2, requires_grad=True),
-        (),
-        "pmax has no derivative, and one of these tensors requires a gradient.",
-    ),
+    (fs.pmax, X.clone().requires_grad_(), (), "pmax has no derivative, and one of these tensors requires a gradient."),
 )
 
 

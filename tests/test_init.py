@@ -478,10 +478,7 @@ def test_what_is_not_element_by_element_is_refused():
         note = 'The reset of 1 ran on tensors without values. mode="replay" can run any reset.'
         assert caught.value.__notes__ == [note]
     for draw, text in (
-        (
-            lambda m: torch.zeros(6).add_(m.bias),
-            "model.init: a buffer is computed from parameters, which counter draws",
-        ),
+        (lambda m: torch.zeros(6).add_(m.bias), "a buffer is computed from parameters, which counter draws"),
         (lambda m: setattr(m.bias, "data", torch.zeros(6)), "['bias']: expected a value for each, got elements left"),
     ):
         with pytest.raises(ValueError, match=re.escape(text)):

@@ -68,84 +68,69 @@ class Different(NamedTuple):
     parts: tuple[str, ...]
 
 
+def apply_model(params):
+    return MODEL.apply(params, X)
+
+
 def accumulated(params, communicate):
     return fs.accumulate(partial(loss_of, MODEL), communicate=communicate)(params, [X, X])
 
 
 # Calls that are also jitted.
 JITTED = {
-    "reduce": Different(train, last="sum", others="mean", parts=("reduce", "'sum'", "'mean'")),
-    "communicate": Different(accumulated, last="once", others="each", parts=("communicate", "'once'", "'each'")),
-    "verb": Different(
-        lambda params, verb: verb(params),
-        last=lambda params: MODEL.apply(params, X),
-        others=train,
-        parts=("verb", "got apply", "grad as on"),
-    ),
+    "reduce": Different(train, "sum", "mean", ("reduce", "'sum'", "'mean'")),
+    "communicate": Different(accumulated, "once", "each", ("communicate", "'once'", "'each'")),
+    "verb": Different(lambda params, verb: verb(params), apply_model, train, ("verb", "got apply", "grad as on")),
 }
+NORM = "(psum_invariant of norm p=2.0, ['{}'])"
+NAMES = "0.bias", "0.weight", (NORM.format("0.bias"), NORM.format("0.weight"))
 DIFFERENT = JITTED | {
     "param_dtype": Different(
         lambda _, dtype: train(params_of(param_dtype=dtype)),
-        last=torch.float32,
-        others=torch.bfloat16,
-        parts=(BIAS, "float32", "bfloat16"),
+        torch.float32,
+        torch.bfloat16,
+        (BIAS, "float32", "bfloat16"),
     ),
     "policy of a unit": Different(
-        lambda _, prefetch: train(params_of(prefetch=prefetch)),
-        last=2,
-        others=None,
-        parts=(BIAS, "prefetch=2", "prefetch=None"),
+        lambda _, prefetch: train(params_of(prefetch=prefetch)), 2, None, (BIAS, "prefetch=2", "prefetch=None")
     ),
     # Functions are not compared by the call, and differ where they decide what is gathered again.
     "regather of some units": Different(
         lambda _, unit: train(params_of(regather=lambda name: name == unit, prefetch=0)),
-        last="0",
-        others="1",
-        parts=("rank 0: all_gather", "(gather of 1) over 'shard' of", "(scatter of 1) over 'shard' of"),
+        "0",
+        "1",
+        ("rank 0: all_gather", "(gather of 1) over 'shard' of", "(scatter of 1) over 'shard' of"),
     ),
     # These are sharded in the same way, and differ afterwards.
-    "frozen": Different(train_where_bias_is, last=True, others=False, parts=(BIAS, "frozen True", "frozen False")),
+    "frozen": Different(train_where_bias_is, True, False, (BIAS, "frozen True", "frozen False")),
     "frozen in shard": Different(
-        lambda _, mask: fs.shard(FULL, fs.ddp(one_axis()), frozen=mask),
-        last="0.bias",
-        others=None,
-        parts=(BIAS, "frozen float64"),
+        lambda _, mask: fs.shard(FULL, fs.ddp(one_axis()), frozen=mask), "0.bias", None, (BIAS, "frozen float64")
     ),
     "dtype of a leaf": Different(
         lambda params, dtype: train(fs.tree_map(lambda x: x.to(dtype), params)),
-        last=torch.float32,
-        others=torch.float64,
-        parts=(BIAS, "torch.float32", "torch.float64"),
+        torch.float32,
+        torch.float64,
+        (BIAS, "torch.float32", "torch.float64"),
     ),
     "units": Different(
         train_by_units,
-        last="",
-        others=nn.Linear,
-        parts=("rank 0: all_gather", "(gather of 0) over 'shard' of", "(gather of (root)) over 'shard' of"),
+        "",
+        nn.Linear,
+        ("rank 0: all_gather", "(gather of 0) over 'shard' of", "(gather of (root)) over 'shard' of"),
     ),
-    "leaves of a norm": Different(
-        lambda params, name: fs.global_norm({name: params[name]}),
-        last="0.bias",
-        others="0.weight",
-        parts=("(psum_invariant of norm p=2.0, ['0.bias'])", "(psum_invariant of norm p=2.0, ['0.weight'])"),
-    ),
-    "leaves of norms": Different(
-        lambda params, name: fs.leaf_norms({name: params[name]}),
-        last="0.bias",
-        others="0.weight",
-        parts=("(psum_invariant of norm p=2.0, ['0.bias'])", "(psum_invariant of norm p=2.0, ['0.weight'])"),
-    ),
+    "leaves of a norm": Different(lambda params, name: fs.global_norm({name: params[name]}), *NAMES),
+    "leaves of norms": Different(lambda params, name: fs.leaf_norms({name: params[name]}), *NAMES),
     "names of operands": Different(
         lambda _, name: fs.psum({name: X}, fs.axis_of(one_axis())),
-        last="hits",
-        others="loss",
-        parts=("(psum of ['hits'])", "(psum of ['loss'])"),
+        "hits",
+        "loss",
+        ("(psum of ['hits'])", "(psum of ['loss'])"),
     ),
     "names of buffers": Different(
         lambda params, name: fs.sync_buffers({name: X}, params),
-        last="mean",
-        others="var",
-        parts=("(sync_buffers of ['mean'])", "(sync_buffers of ['var'])"),
+        "mean",
+        "var",
+        ("(sync_buffers of ['mean'])", "(sync_buffers of ['var'])"),
     ),
 }
 

@@ -74,9 +74,7 @@ def without_lines(text: str) -> str:
 
 @pytest.mark.rows(100)
 @pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=pytest.mark.slow if name_of(page) in LONG else ()) for page in PAGES],
-    ids=name_of,
+    "page", [pytest.param(page, marks=pytest.mark.slow if name_of(page) in LONG else ()) for page in PAGES], ids=name_of
 )
 def test_the_programs_of_a_page_run(page, tmp_path, monkeypatch):
     """On two ranks, or as many as the page says at its beginning; the first prints what the page shows."""

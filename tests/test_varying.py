@@ -101,9 +101,7 @@ def test_math_on_a_whole_leaf():
     # The rows of a rank are its part of the sum.
     fs.value_and_grad(lambda p: squares(p) + p["w"].local.sum())(params)
     whole = "is replicated over 'shard', but {} needs a value that differs between ranks\nTo fix: use fs.pcast(x, axis"
-    mixed = (
-        "is split over 'shard', and {} would mix the different elements that ranks store\nTo fix: use fs.pcast(x, axis"
-    )
+    mixed = "is split over 'shard', and {} would mix the different elements that ranks store\nTo fix: use fs.pcast"
     split = "is split over 'shard', but pcast needs a value that is equal on all ranks\nTo fix: gather it first."
     for collective, leaf, text in (
         (fs.psum_invariant, "b", whole.format("psum_invariant")),

@@ -190,10 +190,7 @@ def save_beside_steps(jitted: bool) -> None:
 
 
 def eager_and_jitted(name: str, layout: Layout, **options: bool) -> dict[str, Callable[[], None]]:
-    return {
-        name: partial(train, layout, **options),
-        f"{name}, jitted": partial(train, layout, jitted=True, **options),
-    }
+    return {name: partial(train, layout, **options), f"{name}, jitted": partial(train, layout, jitted=True, **options)}
 
 
 PROGRAMS: dict[str, Callable[[], None]] = {

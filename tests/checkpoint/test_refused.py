@@ -45,15 +45,10 @@ def test_bad_arguments(tmp_path):
     for step in (None, "7", -1, 1.0, True, 10**18, numpy.int64(3), torch.tensor(2.5)):
         text = refused(lambda: checkpoint.save(tmp_path, {}, step))  # noqa: B023
         assert text.startswith("checkpoint.save: expected step to be a whole number from 0, got ")
-    assert "got 'x'; pass step=, or a state that" in refused_everywhere(
-        lambda: checkpoint.save(tmp_path, {}, "x" if my_rank() else 1)
-    )
+    assert "got 'x'; pass step=" in refused_everywhere(lambda: checkpoint.save(tmp_path, {}, "x" if my_rank() else 1))
     tree, numbers = {"w": torch.ones(3)}, "to be a whole number from 1, got"
     for call, text in (
-        (
-            lambda: checkpoint.Manager(tmp_path).restore_or(tree),
-            "Manager: expected init to be a function that makes a st",
-        ),
+        (lambda: checkpoint.Manager(tmp_path).restore_or(tree), "Manager: expected init to be a function"),
         (lambda: checkpoint.latest_step(PathOf(b"a")), "latest_step: expected directory to be a path, got"),
         (lambda: checkpoint.latest_step(PathOf("")), "latest_step: expected directory to be a path, got"),
         (lambda: checkpoint.latest_step(PathOf("a\0")), "latest_step: expected directory to be a path, got"),
@@ -78,9 +73,7 @@ def test_a_donated_state_is_named_as_one(tmp_path):
     mark_donated(fs.tree_leaves(state))
     for save in (lambda: checkpoint.save(tmp_path, state), lambda: checkpoint.Manager(tmp_path).save(state)):
         text = refused(save)
-        assert text.startswith(
-            "checkpoint.save: arguments were donated\n  .step: was donated to an earlier call, so it"
-        )
+        assert text.startswith("checkpoint.save: arguments were donated\n  .step: was donated to an earlier call")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -144,10 +137,7 @@ def test_ranks_with_different_states(tmp_path):
             "To fix: make all but the values of Sharded leaves the same on every rank."
         )
     text = refused_everywhere(lambda: checkpoint.save(tmp_path / str(my_rank()), {}, 1))
-    assert (
-        f"  (directory): expected '{tmp_path}/0' as on the rank at world=0, got '{tmp_path}/1' on the rank at world=1"
-        in text
-    )
+    assert f"  (directory): expected '{tmp_path}/0' as on the rank at world=0, got '{tmp_path}/1' on" in text
     text = refused_everywhere(lambda: checkpoint.save(tmp_path, {}, 1, keep=my_rank() or None))
     assert "  (keep): expected None as on the rank at world=0, got 1 on the rank at world=1" in text
     assert list(tmp_path.iterdir()) == []

@@ -15,10 +15,7 @@ def test_a_difference_over_the_last_axis_of_a_jitted_step_is_told_to_all_ranks()
     """Ranks 0 and 1, which agree with each other, go on into the step, and wait there for ranks 2 and 3."""
     mesh = fs.init_mesh({"a": 2, "b": 2}, device="cpu", timeout=60.0)
     a, b = fs.axis_of(mesh, "a"), fs.axis_of(mesh, "b")
-    params = fs.shard(
-        {"w": torch.ones(8, 4)},
-        fs.compose(fs.fully_shard(a, min_shard_elements=0), fs.own_dim(b)),
-    )
+    params = fs.shard({"w": torch.ones(8, 4)}, fs.compose(fs.fully_shard(a, min_shard_elements=0), fs.own_dim(b)))
 
     def total(params):
         x = fs.psum(fs.gather(params)["w"].sum(), b)

@@ -16,11 +16,7 @@ from tests.trees import assert_same_bits, one_axis
 # Without an import of it, which takes a second in each process that looks for tests.
 NEEDS_TRANSFORMERS = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),
-    NEEDS_TRANSFORMERS,
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), NEEDS_TRANSFORMERS]
 
 RANKS, STEPS, SEQUENCES, LENGTH, SECONDS = 2, 3, 2, 9, 240.0
 # Epsilon is as large as gradients are, because a smaller one would hide a gradient that is wrong by a factor.

@@ -168,9 +168,8 @@ def make_jitted(cache, factor=2.0, **options):
 
 
 def make_arguments():
-    return fs.shard({"w": torch.arange(12.0).reshape(4, 3)}, fs.zero3(one_axis(), min_shard_elements=0)), torch.ones(
-        2, 4
-    )
+    params = fs.shard({"w": torch.arange(12.0).reshape(4, 3)}, fs.zero3(one_axis(), min_shard_elements=0))
+    return params, torch.ones(2, 4)
 
 
 def run(cache, **options):

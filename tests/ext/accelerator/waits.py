@@ -42,12 +42,7 @@ WRAPPERS: dict[str, Callable[[Callable[..., fs.Optimizer]], fs.Optimizer]] = {
 }
 # Wrappers whose counts lie on the accelerator, because they decide there.
 SKIPPING = ("skip_nonfinite", "dynamic_loss_scale", "all")
-MODES = {
-    "eager": (False, False),
-    "donated": (False, True),
-    "jitted": (True, False),
-    "jitted and donated": (True, True),
-}
+MODES = {"eager": (False, False), "donated": (False, True), "jitted": (True, False), "jitted and donated": (True, True)}
 # torch refuses a rate that has no value yet for its foreach kernels, on the processor too.
 REFUSED = {("scheduled", "AdamW foreach", "jitted"), ("scheduled", "AdamW foreach", "jitted and donated")}
 CAPTURABLE = [torch.optim.Adadelta, torch.optim.Adamax, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RMSprop]
@@ -156,10 +151,7 @@ def captured(device: str, make: Callable[..., fs.Optimizer], names: Sequence[str
     jitted = fs.jit(step)
     if device != "cpu":
         _, grads = fs.value_and_grad(lambda params: model.apply(params, x).square().sum())(state.params)
-        calls = {
-            "update": lambda: fs.update(tx, state, grads, donate=True),
-            "jit": lambda: jitted(state),
-        }
+        calls = {"update": lambda: fs.update(tx, state, grads, donate=True), "jit": lambda: jitted(state)}
         if hasattr(state.opt_state, "slots"):
             calls["from_torch: AdamW"] = lambda: tx.update(grads, state.opt_state, state.params)
         jitted(state)

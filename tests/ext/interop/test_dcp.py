@@ -211,12 +211,10 @@ def test_a_state_of_another_class_than_the_optimizer_is_refused(tmp_path):
         (SGD(module.parameters()), r"\[\], which this SGD keeps"),
         (
             torch.optim.AdamW(module.parameters(), amsgrad=True),
-            r"\['exp_avg', 'exp_avg_sq', 'max_exp_avg_sq', 'step'\], which this AdamW keeps",
+            r"\[.*'max_exp_avg_sq', 'step'\], which this AdamW keeps",
         ),
     ):
-        with pytest.raises(
-            ValueError, match=f"^checkpoint.save_dcp: expected a state with {expected}, got {kept}; pass"
-        ):
+        with pytest.raises(ValueError, match=f"^checkpoint.save_dcp: expected a state with {expected}, got {kept}"):
             save_dcp(tmp_path / "out", state, module=module, optimizer=optimizer)
     assert not (tmp_path / "out").exists()
 

@@ -90,10 +90,8 @@ def test_trees_come_back_and_nothing_is_gathered(tmp_path):
 @on_ranks(2)
 def test_ranks_may_hold_leaves_in_another_order(tmp_path):
     for make in (fs.ddp, every_leaf):
-        params, directory = (
-            fs.shard({"a": torch.ones(4), "b": torch.zeros(4)}, make(one_axis())),
-            tmp_path / make.__name__,
-        )
+        params = fs.shard({"a": torch.ones(4), "b": torch.zeros(4)}, make(one_axis()))
+        directory = tmp_path / make.__name__
         names = "ba" if my_rank() else "ab"
         leaves = OrderedDict((name, params[name]) for name in names)
         save_huggingface(directory, leaves)
@@ -134,11 +132,8 @@ def test_names_may_be_others_in_the_files(tmp_path):
     ):
         with pytest.raises(ValueError, match=text):
             read(directory, **options)
-    for name, text in (
-        ("same", "b: is called 'same', as another leaf is"),
-        (["a"], "a: is called a list, which is no text"),
-    ):
-        match = rf"{text}\n(.*\n)*To fix: give leaves other names by names="
+    for name, text in (("same", "b: is called 'same', as another leaf"), (["a"], "a: is called a list")):
+        match = rf"{text}.*\n(.*\n)*To fix: give leaves other names by names="
         with pytest.raises(ValueError, match=match):
             save_huggingface(tmp_path / "other", FULL, names=lambda _, name=name: name)
         for strict in (True, False):
@@ -234,9 +229,7 @@ def test_a_dtype_is_cast_to_as_files_are_written(tmp_path):
     full = {"h": normal(1)(3).half(), "n": torch.arange(5), "w": normal()(6, 2)}
     save_huggingface(tmp_path, shard(full), dtype=torch.bfloat16)
     assert_same_bits(written(tmp_path), {**full, "w": full["w"].bfloat16(), "h": full["h"].bfloat16()})
-    with pytest.raises(
-        ValueError, match=r"dtype to be a floating torch.dtype such as torch.bfloat16, or None, got torch.int8"
-    ):
+    with pytest.raises(ValueError, match=r"dtype to be a floating torch.dtype .*, or None, got torch.int8"):
         save_huggingface(tmp_path / "other", full, dtype=torch.int8)
 
 
@@ -331,11 +324,8 @@ DAMAGES = (
         lambda directory: layout(directory, PARTS, INDEX, dict.fromkeys("ab", FIRST)),
     ),
     (OUTSIDE, lambda directory: layout(directory, PARTS, INDEX, {"a": "../x.safetensors"})),
-    (
-        f"{INDEX} names '\\x00.safetensors'",
-        lambda directory: layout(directory, PARTS, weight_map={"a": "\0.safetensors"}),
-    ),
-    (f"{INDEX} names '\\ud800.saf", lambda directory: layout(directory, PARTS, weight_map={"a": "\ud800.safetensors"})),
+    (f"{INDEX} names '\\x00.safetensors'", lambda directory: layout(directory, PARTS, INDEX, {"a": "\0.safetensors"})),
+    (f"{INDEX} names '\\ud800.saf", lambda directory: layout(directory, PARTS, INDEX, {"a": "\ud800.safetensors"})),
     (f"{FIRST}: shape '[16]' is invalid", lambda directory: (directory / FIRST).write_bytes(half_bytes())),
     (f"names '{FIRST}' for a, which is no", lambda directory: (directory / FIRST).unlink()),
     (f"{FIRST}: ", lambda directory: (directory / FIRST).write_bytes(b"x" * 4)),

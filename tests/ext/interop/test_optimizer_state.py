@@ -264,14 +264,8 @@ MALFORMED = (
     (lambda state_dict: state_dict["param_groups"][0].pop("params"), f"{NO_STATE_DICT}: 'params'"),
     (change_group(params=[[0]]), f"{NO_STATE_DICT}: unhashable type"),
     (change_state(exp_avg="x"), "expected exp_avg.weight to be a full tensor or a number, got a str"),
-    (
-        change_state(exp_avg=torch.ones(2, 3, device="meta")),
-        "expected exp_avg.weight to be a full tensor or a number, got ",
-    ),
-    (
-        change_state(step=torch.tensor(torch.nan)),
-        "expected counts of updates from 0, got nan; pass their number as upd",
-    ),
+    (change_state(exp_avg=torch.ones(2, 3, device="meta")), "expected exp_avg.weight to be a full tensor or a number"),
+    (change_state(step=torch.tensor(torch.nan)), "expected counts of updates from 0, got nan"),
     (change_state(step=-1), "expected counts of updates from 0, got -1.0; pass their number as updates="),
     (change_group(lr="fast"), f"{NO_NUMBER}a str"),
     (change_group(lr=torch.ones(2)), f"{NO_NUMBER}a float32 Tensor"),
@@ -287,14 +281,8 @@ def halve_rate(state_dict):
 
 
 DIFFERENCES = {
-    "no state": (
-        drop_parameter,
-        "hold different leaves\n  exp_avg.weight: expected state as on .*, got no state on .*=1",
-    ),
-    "number": (
-        halve_rate,
-        r"values of one leaf\n  hyper.lr: expected the same on all ranks, got other values on rank 1",
-    ),
+    "no state": (drop_parameter, "different leaves\n  exp_avg.weight: expected state as on .*, got no state on .*=1"),
+    "number": (halve_rate, r"of one leaf\n  hyper.lr: expected the same on all ranks, got other values on rank 1"),
     "step": (change_state(step=torch.tensor(2.5)), "expected counts of updates from 0, got 2.5"),
     "group": (change_group(lr="1"), "expected lr of a group of parameters to be a number, got a str"),
     "no state dict": (dict.clear, "expected state_dict to be the state dict of a torch optimizer"),

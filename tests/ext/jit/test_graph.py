@@ -160,10 +160,7 @@ def test_what_a_collective_holds_is_in_flight_until_somebody_has_waited_for_it()
     def gather(x):
         return fs.comm.all_gather([2 * x], axis, "test")[0]
 
-    for f, expected in (
-        (gather, {"activations": 1, "in_flight": 2}),
-        (lambda x: gather(x) + 1, {"activations": 4}),
-    ):
+    for f, expected in ((gather, {"activations": 1, "in_flight": 2}), (lambda x: gather(x) + 1, {"activations": 4})):
         graph = fs.make_graph(f)(X)
         uses = graph.find_uses((X,))
         assert graph.sum_by_use(uses) == {"inputs": X.nbytes}

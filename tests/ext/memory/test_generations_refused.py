@@ -136,7 +136,7 @@ def test_memory_that_is_full(failing_rank, tmp_path, monkeypatch):
     remedy = "Each rank keeps two such files: make room there, or pass another directory as memory="
     assert f"/rank-0000{failing_rank}.1: cannot set 4" in text
     assert text.endswith(f" bytes aside (No space left on device). {remedy}")
-    assert manager_of_all(tmp_path) == [2, 2]
+    assert spmd(lambda: manager(tmp_path).latest_step(), 2) == [2, 2]
 
     def save_again():
         kept = manager(tmp_path)
@@ -144,10 +144,6 @@ def test_memory_that_is_full(failing_rank, tmp_path, monkeypatch):
         assert_same(kept.restore(split(0)), split(3))
 
     spmd(save_again, 2)
-
-
-def manager_of_all(directory):
-    return spmd(lambda: manager(directory).latest_step(), 2)
 
 
 def test_a_file_system_that_is_really_full():

@@ -153,10 +153,7 @@ def test_blocks_are_found_in_any_container():
 
 
 def test_units_are_printed_and_may_be_named(capsys):
-    for arguments, text in (
-        ([], "layers.* (2 Feed)"),
-        (["--units", "layers.0", "100000"], "['layers.0', 100000]"),
-    ):
+    for arguments, text in (([], "layers.* (2 Feed)"), (["--units", "layers.0", "100000"], "['layers.0', 100000]")):
         assert run("of_two", "--strategy", "zero2", *arguments) == 0
         assert capsys.readouterr().out.splitlines()[1] == f"units: {text}"
 

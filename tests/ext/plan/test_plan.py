@@ -216,18 +216,13 @@ def refused(text):
 def test_what_makes_no_sense_is_refused():
     step, args = case()
     for options, text in (
-        (
-            {"mesh": {"shard": 2.5}},
-            "mesh to be a mapping from names of axes to whole numbers of ranks from 1, such as {",
-        ),
+        ({"mesh": {"shard": 2.5}}, "mesh to be a mapping from names of axes to whole numbers of ranks from 1"),
         ({"rank": 4}, "rank to be a whole number from 0 to 3 for the mesh {'shard': 4}, got 4"),
         ({"rates": Rates(link={"tp": 1.0})}, "link of shard to be a number above 0, got None"),
     ):
         with refused(f"plan: expected {text}"):
             fs.plan(step, *args, **({"mesh": MESH} | options))
-    with refused(
-        "mesh has the axes ['shard', 'tp'], and the state has ['shard']. Give a size to each axis of the state"
-    ):
+    with refused("mesh has the axes ['shard', 'tp'], and the state has ['shard']. Give a size to each axis"):
         fs.plan(step, *args, mesh=MESH | {"tp": 2})
     axis = fs.axis_of(one_rank())
     with refused("'shard' of 1 ranks, which the step closes over; pass axes as arguments, or"):

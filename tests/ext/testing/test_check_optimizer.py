@@ -53,10 +53,7 @@ WRONG = [
         transformation(lambda grad: grad.detach().numpy().fill(0) or grad),
         "check_pure: the step changed its arguments\n  argument 1['v']: ",
     ),
-    (
-        transformation(scale_by_calls),
-        "twice has other bits; keep all state in the state: trees differ\n  .params['v']: expected ",
-    ),
+    (transformation(scale_by_calls), "twice has other bits; keep all state in the state: trees differ\n  .params['v']"),
     (
         fs.GradientTransformation(lambda params: {"norm": torch.zeros(())}, lambda grads, state, params: (grads, {})),
         "check_optimizer: the state has another structure after an update; return a state as init makes it",

@@ -178,14 +178,8 @@ def test_results_that_no_step_would_take_are_named():
     for wrong, text in (
         (ReturnsNothing, "ReturnsNothing.gather: expected 6 results, got None"),
         (ReturnsPairs, r"ReturnsPairs.gather: results do not fit\n  \[0\]: expected a tensor, got a tuple"),
-        (
-            LosesRows,
-            r"LosesRows.gather: results do not fit\n  \[0\]: expected a tensor of shape \(5, 3\), got .*\(4, 3\)",
-        ),
-        (
-            KeepsGradientsWhole,
-            r"KeepsGradientsWhole.scatter: results do not fit\n  \[0\]: expected .* \(3, 3\), got .*\(5, 3\)",
-        ),
+        (LosesRows, r"LosesRows.gather: results do not fit\n  \[0\]: expected .*\(5, 3\), got .*\(4, 3\)"),
+        (KeepsGradientsWhole, r"KeepsGradientsWhole.scatter: .*\n  \[0\]: expected .* \(3, 3\), got .*\(5, 3\)"),
     ):
         with pytest.raises(ValueError, match=f"^{text}"):
             check_transform(wrong(plain))

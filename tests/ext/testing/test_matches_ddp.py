@@ -166,6 +166,7 @@ def test_the_operation_that_differs_first_is_named_with_its_module_and_line():
 def wrong_calls():
     """Arguments by which nothing is compared, or that are something else, and the refusals."""
     module, optimizer = Sloped(0.1), torch.optim.SGD
+    returns = "train_step to return (state, loss), got"
     unchanged = "batches, not used up, that change DDP's parameters to finite ones, got none"
     for name, value, text in (
         ("batches", [], unchanged),
@@ -178,29 +179,13 @@ def wrong_calls():
         ("loss_fn", None, "loss_fn to be a Callable, got None"),
         ("state", dict(module.named_parameters()), "state to be a TrainState, got a dict"),
         ("train_step", None, "train_step to be a Callable, got None"),
-        (
-            "train_step",
-            lambda state, x: x.mean(),
-            "train_step to return (state, loss), got a float64 Tensor of shape ()",
-        ),
-        ("train_step", lambda state, x: state, "train_step to return (state, loss), got a TrainState"),
-        (
-            "train_step",
-            lambda state, x: (state.params, x.mean()),
-            "train_step to return (state, loss), got a dict, a float64 Tensor of shape ()",
-        ),
+        ("train_step", lambda state, x: x.mean(), f"{returns} a float64 Tensor of shape ()"),
+        ("train_step", lambda state, x: state, f"{returns} a TrainState"),
+        ("train_step", lambda state, x: (state.params, x.mean()), f"{returns} a dict, a float64 Tensor of shape ()"),
         # A step that returns its numbers to log, as most do.
-        (
-            "train_step",
-            lambda state, x: (state, {"loss": x.mean()}),
-            "train_step to return (state, loss), got a TrainState, a dict",
-        ),
-        (
-            "train_step",
-            lambda state, x: (state, 0.5, None),
-            "train_step to return (state, loss), got a TrainState, a float, None",
-        ),
-        ("train_step", lambda state, x: (), "train_step to return (state, loss), got "),
+        ("train_step", lambda state, x: (state, {"loss": x.mean()}), f"{returns} a TrainState, a dict"),
+        ("train_step", lambda state, x: (state, 0.5, None), f"{returns} a TrainState, a float, None"),
+        ("train_step", lambda state, x: (), f"{returns} "),
         ("loss_fn", lambda ddp, x: (ddp(x).mean(), {}), "loss_fn to return the loss, got a tuple"),
     ):
         yield {name: value}, text

@@ -64,11 +64,7 @@ DIFFERENT = {
         partial(state, tx=FUSED),
         "or the update\nTo",
     ),
-    "another beginning": (
-        step,
-        partial(state, of=lambda mesh: mesh.size()),
-        "the states to start from have other bits",
-    ),
+    "another beginning": (step, partial(state, of=lambda mesh: mesh.size()), "states to start from have other bits"),
     "a leaf of one world size": (
         with_a_leaf_more,
         state,
@@ -105,10 +101,7 @@ def test_what_makes_no_sense_is_refused():
         ((step, state, BATCHES, (4,)), "expected two or more different world_sizes, got (4,)"),
         ((step, state, BATCHES, (2, 2)), "expected two or more different world_sizes, got (2, 2)"),
         # Without shards, every rank has all microbatches, and so the bits of one rank.
-        (
-            (whole_step, lambda mesh: {"w": torch.ones(3)}, BATCHES, (1, 2)),
-            "expected state to return Sharded leaves, got",
-        ),
+        ((whole_step, lambda mesh: {"w": torch.ones(3)}, BATCHES, (1, 2)), "expected state to return Sharded leaves"),
         ((lambda state, batch: state, state, BATCHES, (1, 2)), "expected step to return (state, loss) or (state, loss"),
     ):
         with pytest.raises((TypeError, ValueError, RuntimeError), match=re.escape(f"assert_same_bits: {text}")):
