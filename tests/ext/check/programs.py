@@ -54,8 +54,8 @@ def train(
 
 
 def state_of(full: Any, strategy: fs.ShardTransform, tx: Any = TX, **more: Any) -> fs.TrainState:
-    """Shard parameters, or draw those of a model, and make the state of them before the first step."""
-    params = full.init(strategy, seed=0) if hasattr(full, "init") else fs.shard(full, strategy)
+    """Shard parameters, or take those of a model, and make the state of them before the first step."""
+    params = full.init(strategy) if hasattr(full, "init") else fs.shard(full, strategy)
     return fs.TrainState.create(params, tx, **more)
 
 
