@@ -213,15 +213,25 @@ def update(
     if donate and tx.update_donated is not None:
         state = _take_over(state, flat)
     is_on_host = any_on_host(flat.specs)
+    axes = flat.axes
+    text = f"{len(flat.leaves)} leaves{_read_step(state.step)}"
     # It holds the tensors, which an update that makes new ones lets go of.
     del flat
     run = run_update
     if _compat.is_profiling():
         run = _compat.show_range("fshard::update", run_update)
     params, opt_state = run("update", "tx", tx, grads, state.opt_state, state.params, donate=donate)
+    # Behind an error of this rank, it would not be what the others have recorded.
+    comm.record_update(axes, text)
     after = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
     after = pin_params(after) if is_on_host else after
     return after if transform_state is ABSENT else after._replace(transform_state=transform_state)
+
+
+def _read_step(step: Any) -> str:
+    """Read the number of a step where it is on the CPU, so that the host does not wait."""
+    has_value = type(step) is torch.Tensor and step.is_cpu and not _compat.transforms_active()
+    return f" at step {step.tolist()}" if has_value else ""
 
 
 def pin_params(state: TrainState) -> TrainState:

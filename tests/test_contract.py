@@ -352,6 +352,18 @@ def updated(axis):
     return fs.update(fs.sgd(0.1), state, state.params)
 
 
+def updates(*steps):
+    """Make some updates of one state, each from the step of a number, and then a call that is alike on every rank."""
+
+    def call(axis):
+        states = [fs.TrainState.create(params_of(axis), fs.sgd(0.1))]
+        for step in steps:
+            states.append(fs.update(fs.sgd(0.1), states[step], states[step].params))
+        fs.psum(X, axis)
+
+    return call
+
+
 def rows_sent(more):
     """Send each rank as many rows of X, or rank 0 some more than it expects and oneself as many fewer."""
 
@@ -382,6 +394,9 @@ DIFFERENT: Different = {
     "microbatches": (sums_of([1, 2]), sums_of([1, 2, 3]), "microbatches: expected 2", "got 3"),
     "gathers in another order": (gathers(0, 1, 2), gathers(0, 2, 1), "^ranks differ in a collective", r"\[1\].*\[2\]"),
     "a gather less": (gathers(0, 1, 2), gathers(1, 2), "^ranks differ in a collective", r"\[0\].*\[1\]"),
+    "an update less": (updates(0), updates(), r"in psum, after update 1 \(.* at step 0\)\n", r"bytes in psum\n"),
+    "an update more": (updates(0), updates(0, 1), r"in psum, after update 1", r"update 2 \(.*step 1\), after update 1"),
+    "an update of another step": (updates(0, 1), updates(0, 0), r"update 2 \(.*step 1\)", r"update 2 \(.*step 0\)"),
     "a gather more": (gathers(0, 1), gathers(0, 0, 1), "^ranks differ in a collective", r"\[1\].*\[0\]"),
 }
 

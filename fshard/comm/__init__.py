@@ -15,6 +15,7 @@ from fshard.comm.agree import (
     find_disagreement,
     join_flags,
     merge_objects,
+    record_update,
 )
 from fshard.comm.collective import (
     PACK_BYTES,

@@ -87,6 +87,22 @@ def check_same_call(api_name: str, axes: Sequence[Axis], flat: Flat, **arguments
         check_same_facts(api_name, dict.fromkeys(axes, _facts_of_tree(api_name, flat, arguments)))
 
 
+def record_update(axes: Iterable[Axis], text: str) -> None:
+    """Record an update for ranks to compare with the next collective over each axis, or in a trace in its graph.
+
+    Args:
+        axes: The mesh axes that the state lives on.
+        text: What must be the same on every rank.
+    """
+    if _compat.is_tracing():
+        ops.record_facts(json.dumps({"update": text}))
+        return
+    groups = rank_state().groups
+    for axis in axes:
+        if axis.group_name in groups:
+            groups[axis.group_name].record_update(text)
+
+
 def check_same_facts(api_name: str, facts: Mapping[Axis, str], failure_text: str = "") -> None:
     """Check that all ranks begin the same call, as `check_same_call` does, if its facts have been written already.
 

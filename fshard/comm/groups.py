@@ -56,6 +56,8 @@ class Group:
             simulated ranks.
         timeout: Seconds that a rank waits there for another.
         chain: The last collectives that have been started, behind number 0, which none has; `recorder.py` writes it.
+        updates: How many updates this rank has made of states that live on these ranks.
+        unseen: Those since the last collective, newest first; the next one shows them to the others.
         links: The `Links` over which ranks agree; of simulated ranks what simulates them, which swaps as these do.
         receives: Those by which this rank has found out which connections have ended; see `_compat.find_lost_peers`.
         device: The device whose memory rows are sent from: an accelerator where its backend sends them.
@@ -67,6 +69,8 @@ class Group:
     pair: Any
     timeout: float
     chain: deque[ChainEntry] = field(default_factory=lambda: deque([ChainEntry()], KEPT_ENTRIES))
+    updates: int = 0
+    unseen: str = ""
     links: Any = None
     receives: Sequence[Any] = ()
     device: Any = "cpu"
@@ -85,11 +89,17 @@ class Group:
         """
         last = self.chain[-1]
         number = last.number + 1
-        chain_hash = zlib.crc32(hashed.encode(), last.chain_hash)
-        text = f"{op} number {number} {text:.{TEXT_LENGTH}}"
+        chain_hash = zlib.crc32(f"{hashed}{self.unseen}".encode(), last.chain_hash)
+        text = f"{op} number {number} {text:.{TEXT_LENGTH}}{self.unseen}"
         entry = ChainEntry(number, chain_hash, text, self.local_rank, *sizes)
         self.chain.append(entry)
+        self.unseen = ""
         return entry
+
+    def record_update(self, text: str) -> None:
+        """Record an update, which sends nothing. Ranks that make others differ in the next collective."""
+        self.updates += 1
+        self.unseen = f", after update {self.updates} ({text}){self.unseen:.{TEXT_LENGTH}}"
 
 
 def tag_of(entry: ChainEntry, nbytes: int) -> int:
