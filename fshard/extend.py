@@ -18,7 +18,7 @@
 - `check_numbers`: refuses arguments that are no numbers of a `Range`.
 - `check_rates`: refuses what are no `Rates`, or rates by which nothing can be divided.
 - `check_results`: refuses results of a transform that are no tensors of the right number and shapes.
-- `check_same_splits`: refuses trees whose leaves are split in different ways.
+- `check_same_shards`: refuses leaves that are split otherwise than others, or have local tensors of other shapes.
 - `check_tensors`: refuses leaves that are no tensors.
 - `check_transform`: refuses what is no transform, or is on another mesh.
 - `choose_boxes`: chooses which boxes of leaves this rank writes, of those that several ranks hold.
@@ -76,6 +76,7 @@
 - `lay_out`: the header of a file of safetensors, and where each of its tensors begins.
 - `lay_out_call`: lays the arguments of a step out on a mesh of any size, to trace the step.
 - `layout_axes`: the axes that a transform places leaves on.
+- `leaves_like`: the leaves of a tree of an update, by the keys of another one; refuses another structure.
 - `leaves_of`: the leaves that `flatten` finds.
 - `like`: a tensor in the spec of a leaf.
 - `links`: connections between two ranks, beside those of collectives.
@@ -104,7 +105,6 @@
 - `open_regular`: opens a file for reading, and refuses a pipe or a device; links are followed.
 - `padded`: this rank's elements of a leaf with the padding of its shard.
 - `PassedGraph`: what a `GraphPass` returns: the function as another graph, and the facts that ranks compare.
-- `pair_leaves`: pairs the leaves of the trees of an update, and refuses other numbers of leaves.
 - `partition_axes`: the axes whose ranks hold different elements of a leaf.
 - `POSITIVE`: a `Range`: above 0.
 - `Problem`: one leaf that is wrong, for `refuse`.
@@ -226,7 +226,6 @@ from fshard.mesh import Mesh, process_rank, ranks_of, ranks_on_host, read_enviro
 from fshard.optim.from_torch import TorchState
 from fshard.optim.leaves import (
     call_schedule,
-    check_same_splits,
     count_updates,
     map_trained_leaves,
     no_updates,
@@ -261,11 +260,11 @@ from fshard.tree import (
     grouped,
     is_mask,
     is_trained,
+    leaves_like,
     leaves_of,
     like,
     map_leaves,
     matches,
-    pair_leaves,
     tensor_of,
     tensors_of,
     unflatten,
@@ -292,7 +291,7 @@ from fshard.tree.checks import (
     refuse_donated,
     same_structure,
 )
-from fshard.update import run_update
+from fshard.update import check_same_shards, run_update
 
 if TYPE_CHECKING:
     from fshard.ext.jit.graph import StepGraph, find_lifetimes
@@ -351,7 +350,7 @@ __all__ = [
     "check_numbers",
     "check_rates",
     "check_results",
-    "check_same_splits",
+    "check_same_shards",
     "check_tensors",
     "check_transform",
     "choose_boxes",
@@ -395,6 +394,7 @@ __all__ = [
     "lay_out",
     "lay_out_call",
     "layout_axes",
+    "leaves_like",
     "leaves_of",
     "like",
     "links",
@@ -415,7 +415,6 @@ __all__ = [
     "no_updates",
     "open_regular",
     "padded",
-    "pair_leaves",
     "partition_axes",
     "prepare",
     "process_rank",

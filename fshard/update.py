@@ -1,7 +1,8 @@
 """Verb 4: update, the pure optimizers and gradient transformations that it runs, and the state that it makes anew."""
 
 import itertools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,10 +17,12 @@ from fshard.tree import (
     Flat,
     Sharded,
     Tree,
+    attributes_of,
     flatten,
     is_sharded,
     is_tensor,
     is_trained,
+    leaves_like,
     leaves_of,
     map_leaves,
     map_nodes,
@@ -403,6 +406,8 @@ def chain(*transformations: GradientTransformation | Optimizer) -> Any:
         states = []
         # A context would hold the first gradients until the end.
         try:
+            flat = flatten(params)
+            check_same_shards(flat, leaves_like(flat, grads))
             for i, (part, kept) in enumerate(zip(transformations, state, strict=True)):
                 step = partial(run_update, "chain", f"transformations[{i}]", part, donate=donate)
                 # The graph of a traced step drops each gradient after its use.
@@ -460,3 +465,36 @@ def _describe_misfit(grad: Any, param: Any) -> tuple[str, str] | None:
     if are_tensors and grad.shape == param.shape and grad.dtype == param.dtype:
         return None
     return describe(grad), describe(param)
+
+
+def check_same_shards(flat: Flat, *columns: Sequence[Any]) -> None:
+    """Refuse gradients and states that are split otherwise than parameters, or have local tensors of other shapes.
+
+    Args:
+        flat: The parameters.
+        *columns: As many leaves each. None is passed over.
+
+    Raises:
+        ValueError: with the paths of the leaves.
+    """
+    specs = attributes_of(flat.leaves, "spec")
+    shapes = attributes_of(flat.tensors, "shape")
+    remedy = "pass gradients and a state of these parameters, and reshard them together, as a TrainState"
+    for leaves in columns:
+        # No line of Python runs for each of thousands, which mostly share spec objects.
+        are_same = all(map(operator.is_, attributes_of(leaves, "spec"), specs))
+        if not are_same or attributes_of(tensors_of(leaves), "shape") != shapes:
+            refuse("update: leaves do not fit the parameters", flat.problems(_describe_other_shard, leaves), remedy)
+
+
+def _describe_other_shard(param: Any, leaf: Any) -> tuple[str, str] | None:
+    """Describe the shard of a leaf that has another one than its parameter."""
+    texts = []
+    for each in (leaf, param):
+        if each is None:
+            return None
+        tensor = tensor_of(each)
+        shard = f"a shard of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else describe(tensor)
+        texts.append(f"{shard}, split by {each.spec.effective_partition}" if is_sharded(each) else shard)
+    got, expected = texts
+    return None if got == expected else (got, expected)

@@ -14,7 +14,7 @@ import torch
 
 from fshard import _compat
 from fshard.errors import expect, refuse
-from fshard.optim.leaves import call_schedule, check_same_splits, count_updates, no_updates, partition_axes, zero
+from fshard.optim.leaves import call_schedule, count_updates, no_updates, partition_axes, zero
 from fshard.reduction_order import ReductionOrder, find_order
 from fshard.rounding import half_the_digits
 from fshard.tree import (
@@ -24,9 +24,10 @@ from fshard.tree import (
     device_of,
     flatten,
     grouped,
+    is_sharded,
     is_tensor,
     is_trained,
-    leaves_of,
+    leaves_like,
     like,
     map_leaves,
     map_nodes,
@@ -34,7 +35,7 @@ from fshard.tree import (
     tensors_of,
 )
 from fshard.tree.checks import FINITE, check_floating, check_numbers, describe, refuse_donated, refuse_frozen_counters
-from fshard.update import Optimizer, Updated
+from fshard.update import Optimizer, Updated, check_same_shards
 
 # By the names of the torch class: its state of one parameter, and its hyperparameters.
 State = dict[str, Any]
@@ -259,16 +260,18 @@ class _WrappedClass:
         self._refuse_state(state)
         evaluated = _evaluate(self._hyper, state.updates, state.hyper)
         hyper = _refuse_derivatives(evaluated)
-        slots = {name: flat.leaves_of(slot) for name, slot in state.slots.items()}
-        grad_leaves = leaves_of(grads)
-        check_same_splits(grad_leaves, flat.leaves, *slots.values())
+        slots = {name: leaves_like(flat, slot) for name, slot in state.slots.items()}
+        grad_leaves = leaves_like(flat, grads)
+        # Others belong to whole leaves.
+        shards = [[leaf if is_sharded(leaf) else None for leaf in slot] for slot in slots.values()]
+        check_same_shards(flat, grad_leaves, *shards)
         gradients = _collect_gradients(grad_leaves, flat, copy=self._may_write_gradients)
         selection = _Selection(flat, list(gradients))
         counts: Tree = ()
         has_begun = [True] * len(gradients)
         if self._traits.is_first_step_special:
             counts = count_updates(state.counts, grads)
-            numbers = _move_numbers(selection.take(flat.leaves_of(counts)), CPU)
+            numbers = _move_numbers(selection.take(leaves_like(flat, counts)), CPU)
             # The current update is counted.
             has_begun = [int(number) > 1 for number in numbers]
         refuse_frozen_counters(f"from_torch: {self._name}", state)

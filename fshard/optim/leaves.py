@@ -1,12 +1,11 @@
 """What updates share: the leaves that take a gradient, how often each was updated, how it is split, and schedules."""
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from fshard.tree import Axis, Tree, attributes_of, is_sharded, is_trained, map_leaves, pair_leaves
+from fshard.tree import Axis, Tree, is_sharded, is_trained, map_leaves
 from fshard.tree.checks import FINITE, check_numbers
 
 
@@ -15,33 +14,6 @@ def partition_axes(leaf: Any) -> tuple[Axis, ...]:
     if not is_sharded(leaf):
         return ()
     return tuple([axis for axis in leaf.spec.partition_axes() if axis.size > 1])
-
-
-def check_same_splits(*columns: Sequence[Any]) -> None:
-    """Refuse a state that was resharded without its parameters, or gradients of parameters that were.
-
-    Args:
-        columns: The leaves of trees that share a structure.
-
-    Raises:
-        ValueError: if they have different numbers of leaves, or with the partitions of the first leaves at one place
-            that are split in different ways.
-    """
-    pair_leaves(*columns)
-    # No line of Python runs for each of thousands.
-    specs = [attributes_of(leaves, "spec") for leaves in columns]
-    # Mostly they share spec objects.
-    first, *rest = list(filter(any, specs)) or [[]]
-    are_same = [all(map(operator.is_, first, others)) for others in rest]
-    if all(are_same):
-        return
-    partitions = [attributes_of(column, "effective_partition") for column in specs]
-    for splits in set(zip(*partitions, strict=True)):
-        if len({*splits} - {None}) > 1:
-            raise ValueError(
-                f"update: the gradient and the state of a parameter are split by {splits}. Reshard both together, as a "
-                "TrainState."
-            )
 
 
 def map_trained_leaves(f: Callable[[Any], Any], params: Tree) -> Tree:

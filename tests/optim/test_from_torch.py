@@ -147,11 +147,10 @@ def test_slots_are_taken_by_the_keys_of_their_parameters():
     turned = {name: OrderedDict(b=slot["b"], a=slot["a"]) for name, slot in state.slots.items()}
     expected = tx.update(grads, state, params)
     assert_same_bits(tx.update(grads, state._replace(slots=turned), params), expected)
-    # A tree at the place of a leaf is none of this structure.
-    deep = {name: {"a": slot["a"], "b": {"c": {"d": slot["b"]["c"]}}} for name, slot in state.slots.items()}
-    assert_same_bits(tx.update(grads, state._replace(slots=deep), params), expected)
-    with pytest.raises(ValueError, match="as many leaves"):
-        tx.update(grads, state._replace(slots=state.slots | {"exp_avg": {"a": params["a"]}}), params)
+    # A tree at the place of a leaf is none of this structure, and neither is one of other keys.
+    for other in ({"a": params["a"], "b": {"c": {"d": params["b"]["c"]}}}, {"a": params["a"]}, params["b"] | params):
+        with pytest.raises(ValueError, match=r"^update: trees differ in structure\n"):
+            tx.update(grads, state._replace(slots=state.slots | {"exp_avg": other}), params)
 
 
 def test_slots_and_counts_are_taken_by_keys_in_a_graph_too():

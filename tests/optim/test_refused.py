@@ -264,9 +264,8 @@ def test_leaves_that_a_fused_kernel_does_not_step_are_refused():
 @on_ranks(2)
 def test_gradients_of_another_tree_are_refused_by_an_optimizer_that_is_called_itself():
     params = fs.shard({"v": torch.ones(5), "w": torch.ones(4, 3)}, fs.zero2(one_axis(), min_shard_elements=0))
-    text = r"^update: expected gradients, parameters and state of as many leaves, got \[{}, 2.*; pass trees made from"
     for tx in (fs.sgd(0.1), fs.chain(fs.clip_by_global_norm(1.0), fs.from_torch(torch.optim.AdamW))):
         state = tx.init(params)
-        for grads, count in (({**params, "x": params["v"]}, 3), ({"w": params["w"]}, 1), (None, 1)):
-            with pytest.raises(ValueError, match=text.format(count)):
+        for grads in ({**params, "x": params["v"]}, {"w": params["w"]}, None, {"u": params["v"], "w": params["w"]}):
+            with pytest.raises(ValueError, match=r"^update: trees differ in structure\n"):
                 tx.update(grads, state, params)

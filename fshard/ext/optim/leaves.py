@@ -10,18 +10,17 @@ import torch
 import fshard as fs
 from fshard.extend import (
     call_schedule,
-    check_same_splits,
+    check_same_shards,
     count_updates,
     describe,
     expect,
     flatten,
     is_trained,
-    leaves_of,
+    leaves_like,
     like,
     map_leaves,
     map_trained_leaves,
     no_updates,
-    pair_leaves,
     partition_axes,
     refuse,
     refuse_donated,
@@ -163,10 +162,10 @@ def leafwise(
     def numbers_for(axes: tuple[fs.Axis, ...]) -> list[Any]:
         return [make_varying(number, axes) for number in numbers]
 
-    def make_leaves(grad: Any, *leaves: Any) -> Sequence[Any]:
+    def make_leaves(first: Any, grad: Any, *others: Any) -> Sequence[Any]:
+        inputs = [first, *others]
         if grad is None:
-            return leaves
-        inputs = list(leaves)
+            return inputs
         for i in range(len(old)):
             if inputs[i] is None:
                 inputs[i] = _zeros_like(grad)
@@ -180,9 +179,9 @@ def leafwise(
         return inputs
 
     flat = flatten(old[0])
-    columns = [leaves_of(tree) for tree in (grads, *old, *given)]
-    check_same_splits(*columns[: 1 + len(old)])
-    rows = [make_leaves(*row) for row in pair_leaves(*columns)]
+    columns = [leaves_like(flat, tree) for tree in (grads, *old[1:], *given)]
+    check_same_shards(flat, *columns[: len(old)])
+    rows = list(map(make_leaves, flat.leaves, *columns))
     trees = []
     for i in range(len(old)):
         trees.append(flat.unflatten([row[i] for row in rows]))

@@ -12,12 +12,13 @@ import fshard as fs
 from fshard.ext.optim.leaves import check_optimizer
 from fshard.extend import (
     FullyShard,
+    check_same_shards,
     flatten,
     is_trained,
+    leaves_like,
     leaves_of,
     local_piece,
     map_leaves,
-    pair_leaves,
     refuse,
     refuse_donated,
     run_update,
@@ -90,8 +91,9 @@ def _update(tx: fs.Optimizer, grads: Any, state: WholeState, params: Any) -> tup
     _check_states(flat, states)
     # By the axes over which leaves are joined the rows of these leaves, by the number of the leaf.
     rows_by_axes: dict[tuple[fs.Axis, ...], dict[int, Row]] = {}
-    for i, (name, grad) in enumerate(pair_leaves(flat.names, flatten(grads).leaves)):
-        leaf = leaves[i]
+    grad_leaves = leaves_like(flat, grads)
+    check_same_shards(flat, grad_leaves)
+    for i, (name, leaf, grad) in enumerate(zip(flat.names, flat.leaves, grad_leaves, strict=True)):
         if states[i] is None and not is_trained(leaf):
             continue
         if grad is None:

@@ -23,13 +23,13 @@ from fshard.extend import (
     is_mask,
     is_tracing,
     is_trained,
+    leaves_like,
     leaves_of,
     like,
     map_leaves,
     map_trained_leaves,
     masked_transform,
     matches,
-    pair_leaves,
     run_update,
     sum_over,
     tensor_of,
@@ -425,15 +425,15 @@ class _Partition(NamedTuple):
 
     def update(self, grads: Any, state: Any, params: Any, donate: bool = False) -> tuple[Any, Any]:
         """Update the leaves of each member, and keep the others."""
-        flat_grads = flatten(grads)
         flat = flatten(params)
+        grad_leaves = leaves_like(flat, grads)
         owners = self.find_owners(flat)
-        leaves = list(flat.leaves if self.is_optimizer else flat_grads.leaves)
+        leaves = list(flat.leaves if self.is_optimizer else grad_leaves)
         states = []
         for i, (member, member_state) in enumerate(zip(self.members, state, strict=True)):
             if member is not None:
                 argument = f"parts[{self.masks[i]!r}]" if self.api_name == "partition" else "tx"
-                member_grads = _select(flat_grads, owners, i)
+                member_grads = _select(flat._replace(leaves=grad_leaves), owners, i)
                 member_params = _select(flat, owners, i)
                 changed, member_state = run_update(
                     self.api_name, argument, member, member_grads, member_state, member_params, donate=donate
@@ -447,8 +447,7 @@ class _Partition(NamedTuple):
 
 def _select(flat: Any, owners: Sequence[int | None], i: int) -> Any:
     """Make a tree of the leaves of one member, and None in the place of others."""
-    rows = pair_leaves(flat.leaves, owners)
-    return flat.unflatten([leaf if owner == i else None for leaf, owner in rows])
+    return flat.unflatten([leaf if owner == i else None for leaf, owner in zip(flat.leaves, owners, strict=True)])
 
 
 def _make_partition(api_name: str, masks: Sequence[Mask], members: Sequence[Any]) -> Any:
