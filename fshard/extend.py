@@ -116,6 +116,7 @@
 - `ranks_on_host`: how many ranks the launcher has started on each host.
 - `Rates`: the speed of a device and its links.
 - `record_on_tape`: runs collectives of a graph in one order on every rank, also in its backward.
+- `record_numbers`: records the hyperparameters of a step, for ranks to compare with their next collective.
 - `refuse`: refuses the leaves that are wrong, if there are any.
 - `refuse_donated`: refuses leaves that were donated to an earlier call.
 - `refuse_other`: refuses collectives over other axes than those of a trace.
@@ -291,7 +292,7 @@ from fshard.tree.checks import (
     refuse_donated,
     same_structure,
 )
-from fshard.update import check_same_shards, run_update
+from fshard.update import check_same_shards, record_numbers, run_update
 
 if TYPE_CHECKING:
     from fshard.ext.jit.graph import StepGraph, find_lifetimes
@@ -423,6 +424,7 @@ __all__ = [
     "ranks_on_host",
     "read_box",
     "read_environment",
+    "record_numbers",
     "record_on_tape",
     "refuse",
     "refuse_donated",

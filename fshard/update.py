@@ -2,7 +2,7 @@
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -217,7 +217,7 @@ def update(
         state = _take_over(state, flat)
     is_on_host = any_on_host(flat.specs)
     axes = flat.axes
-    text = f"{len(flat.leaves)} leaves{_read_step(state.step)}"
+    text = f"an update of {len(flat.leaves)} leaves{_read_number(' at step ', state.step)}"
     # It holds the tensors, which an update that makes new ones lets go of.
     del flat
     run = run_update
@@ -231,10 +231,24 @@ def update(
     return after if transform_state is ABSENT else after._replace(transform_state=transform_state)
 
 
-def _read_step(step: Any) -> str:
-    """Read the number of a step where it is on the CPU, so that the host does not wait."""
-    has_value = type(step) is torch.Tensor and step.is_cpu and not _compat.transforms_active()
-    return f" at step {step.tolist()}" if has_value else ""
+def _read_number(name: str, number: Any) -> str:
+    """Write a number behind its name; nothing if it has no value, or one for which the host would wait."""
+    if type(number) is torch.Tensor and number.is_cpu and not _compat.transforms_active():
+        number = number.tolist()
+    # CPUs of other models may round the last digits of a schedule in another way.
+    return f"{name}{number:.7g}" if isinstance(number, float | int) else ""
+
+
+def record_numbers(name: str, flat: Flat, numbers: Mapping[str, Any]) -> None:
+    """Record the hyperparameters by which sharded leaves are stepped, for ranks to compare.
+
+    Args:
+        name: The optimizer.
+        flat: The leaves, and what else a caller has with them.
+        numbers: The hyperparameters by name. Others than numbers are passed over.
+    """
+    texts = filter(None, map(_read_number, [f" {each}=" for each in numbers], numbers.values()))
+    comm.record_update(flat.axes, f"{name} with{','.join(texts)}")
 
 
 def pin_params(state: TrainState) -> TrainState:

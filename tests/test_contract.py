@@ -364,6 +364,23 @@ def updates(*steps):
     return call
 
 
+def stepped_by(tx, *, is_jitted=False):
+    """Make two updates, and then a call that is alike on every rank."""
+
+    def call(axis):
+        state = fs.TrainState.create(params_of(axis), tx)
+        update = fs.jit(partial(fs.update, tx)) if is_jitted else partial(fs.update, tx)
+        for _ in range(2):
+            state = update(state, state.params)
+        fs.psum(X, axis)
+
+    return call
+
+
+def of_torch(cls, lr, **hyper):
+    return fs.ema(fs.chain(fs.clip_by_value(1.0), fs.from_torch(cls, lr=lr, **hyper)), 0.9)
+
+
 def rows_sent(more):
     """Send each rank as many rows of X, or rank 0 some more than it expects and oneself as many fewer."""
 
@@ -394,9 +411,28 @@ DIFFERENT: Different = {
     "microbatches": (sums_of([1, 2]), sums_of([1, 2, 3]), "microbatches: expected 2", "got 3"),
     "gathers in another order": (gathers(0, 1, 2), gathers(0, 2, 1), "^ranks differ in a collective", r"\[1\].*\[2\]"),
     "a gather less": (gathers(0, 1, 2), gathers(1, 2), "^ranks differ in a collective", r"\[0\].*\[1\]"),
-    "an update less": (updates(0), updates(), r"in psum, after update 1 \(.* at step 0\)\n", r"bytes in psum\n"),
-    "an update more": (updates(0), updates(0, 1), r"in psum, after update 1", r"update 2 \(.*step 1\), after update 1"),
-    "an update of another step": (updates(0, 1), updates(0, 0), r"update 2 \(.*step 1\)", r"update 2 \(.*step 0\)"),
+    "an update less": (updates(0), updates(), r"in psum, after an update of \d+ leaves at step 0", r"bytes in psum\n"),
+    "an update more": (updates(0), updates(0, 1), r"in psum, after an update of \d+ ", "at step 1, after .* at step 0"),
+    "an update of another step": (updates(0, 1), updates(0, 0), "at step 1, after", "at step 0, after .* at step 0"),
+    "another rate": (stepped_by(fs.sgd(0.1)), stepped_by(fs.sgd(0.2)), "a step with lr=0.1,", "a step with lr=0.2,"),
+    "another class": (
+        stepped_by(of_torch(torch.optim.Adam, 0.1)),
+        stepped_by(of_torch(torch.optim.AdamW, 0.1)),
+        "after Adam with lr=0.1",
+        "after AdamW with lr=0.1",
+    ),
+    "another schedule": (
+        stepped_by(of_torch(torch.optim.SGD, fs.schedules.linear(1.0, 0.0, 10))),
+        stepped_by(of_torch(torch.optim.SGD, fs.schedules.linear(1.0, 0.0, 8))),
+        "after SGD with lr=0.9",
+        "after SGD with lr=0.875",
+    ),
+    "another momentum in a graph": (
+        stepped_by(of_torch(torch.optim.SGD, 0.1, momentum=0.5), is_jitted=True),
+        stepped_by(of_torch(torch.optim.SGD, 0.1, momentum=0.75), is_jitted=True),
+        "^jit: ranks make different calls\n  update: expected SGD with lr=0.1, momentum=0.5 as on the rank",
+        "got SGD with lr=0.1, momentum=0.75 on the rank",
+    ),
     "a gather more": (gathers(0, 1), gathers(0, 0, 1), "^ranks differ in a collective", r"\[1\].*\[0\]"),
 }
 

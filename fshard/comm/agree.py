@@ -87,14 +87,15 @@ def check_same_call(api_name: str, axes: Sequence[Axis], flat: Flat, **arguments
         check_same_facts(api_name, dict.fromkeys(axes, _facts_of_tree(api_name, flat, arguments)))
 
 
-def record_update(axes: Iterable[Axis], text: str) -> None:
+def record_update(axes: Sequence[Axis], text: str) -> None:
     """Record an update for ranks to compare with the next collective over each axis, or in a trace in its graph.
 
     Args:
-        axes: The mesh axes that the state lives on.
+        axes: The mesh axes that the leaves live on. Without any nothing is compared: ranks may step whole leaves of
+            their own.
         text: What must be the same on every rank.
     """
-    if _compat.is_tracing():
+    if axes and _compat.is_tracing():
         ops.record_facts(json.dumps({"update": text}))
         return
     groups = rank_state().groups

@@ -89,7 +89,7 @@ class Group:
         """
         last = self.chain[-1]
         number = last.number + 1
-        chain_hash = zlib.crc32(f"{hashed}{self.unseen}".encode(), last.chain_hash)
+        chain_hash = zlib.crc32(f"{hashed}{self.unseen}{self.updates}".encode(), last.chain_hash)
         text = f"{op} number {number} {text:.{TEXT_LENGTH}}{self.unseen}"
         entry = ChainEntry(number, chain_hash, text, self.local_rank, *sizes)
         self.chain.append(entry)
@@ -99,7 +99,7 @@ class Group:
     def record_update(self, text: str) -> None:
         """Record an update, which sends nothing. Ranks that make others differ in the next collective."""
         self.updates += 1
-        self.unseen = f", after update {self.updates} ({text}){self.unseen:.{TEXT_LENGTH}}"
+        self.unseen = f", after {text}{self.unseen:.{TEXT_LENGTH}}"
 
 
 def tag_of(entry: ChainEntry, nbytes: int) -> int:

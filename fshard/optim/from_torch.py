@@ -35,7 +35,7 @@ from fshard.tree import (
     tensors_of,
 )
 from fshard.tree.checks import FINITE, check_floating, check_numbers, describe, refuse_donated, refuse_frozen_counters
-from fshard.update import Optimizer, Updated, check_same_shards
+from fshard.update import Optimizer, Updated, check_same_shards, record_numbers
 
 # By the names of the torch class: its state of one parameter, and its hyperparameters.
 State = dict[str, Any]
@@ -258,8 +258,8 @@ class _WrappedClass:
         for given in (flat, flatten({"updates": state.updates})):
             refuse_donated("from_torch", given)
         self._refuse_state(state)
-        evaluated = _evaluate(self._hyper, state.updates, state.hyper)
-        hyper = _refuse_derivatives(evaluated)
+        hyper = _refuse_derivatives(_evaluate(self._hyper, state.updates, state.hyper))
+        record_numbers(self._name, flat, self._make.keywords | hyper)
         slots = {name: leaves_like(flat, slot) for name, slot in state.slots.items()}
         grad_leaves = leaves_like(flat, grads)
         # Others belong to whole leaves.

@@ -35,10 +35,12 @@ def call_schedule(schedule: Callable[..., Any], name: str, count: torch.Tensor, 
     """
     value = schedule(count)
     # Such as of `lambda count: count >= 10`. NumPy's arrays of shape () count as numbers.
-    if getattr(value, "dtype", type(value)) in (bool, torch.bool) or hasattr(value, "__array_interface__"):
+    is_flag = getattr(value, "dtype", type(value)) in (bool, torch.bool)
+    if is_flag or hasattr(value, "__array_interface__"):
         value = value + 0
     # Broadcast against shards, a tensor of several elements would give each rank other rates.
-    if not (allow_pairs and isinstance(value, tuple | list)):
+    is_pair = allow_pairs and isinstance(value, tuple | list)
+    if not is_pair:
         check_numbers("update", FINITE, **{f"the value of the schedule of {name}": value})
     return value
 
