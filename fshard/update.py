@@ -248,7 +248,7 @@ def record_numbers(name: str, flat: Flat, numbers: Mapping[str, Any]) -> None:
         numbers: The hyperparameters by name. Others than numbers are passed over.
     """
     texts = filter(None, map(_read_number, [f" {each}=" for each in numbers], numbers.values()))
-    comm.record_update(flat.axes, f"{name} with{','.join(texts)}")
+    comm.record_update(flat.axes, f"{name} with{','.join(texts) or ' no known numbers'}")
 
 
 def pin_params(state: TrainState) -> TrainState:

@@ -415,6 +415,24 @@ DIFFERENT: Different = {
     "an update more": (updates(0), updates(0, 1), r"in psum, after an update of \d+ ", "at step 1, after .* at step 0"),
     "an update of another step": (updates(0, 1), updates(0, 0), "at step 1, after", "at step 0, after .* at step 0"),
     "another rate": (stepped_by(fs.sgd(0.1)), stepped_by(fs.sgd(0.2)), "a step with lr=0.1,", "a step with lr=0.2,"),
+    "another bound": (
+        stepped_by(fs.chain(fs.clip_by_global_norm(1.0), fs.sgd(0.1))),
+        stepped_by(fs.chain(fs.clip_by_global_norm(2.0), fs.sgd(0.1))),
+        "after clip_by_global_norm with max_norm=1\n",
+        "after clip_by_global_norm with max_norm=2\n",
+    ),
+    "another average": (
+        stepped_by(fs.ema(fs.sgd(0.1), 0.9)),
+        stepped_by(fs.ema(fs.sgd(0.1), 0.5)),
+        "after ema with decay=0.9\n",
+        "after ema with decay=0.5\n",
+    ),
+    "another scale": (
+        stepped_by(fs.dynamic_loss_scale(fs.sgd(0.1), 4.0)),
+        stepped_by(fs.dynamic_loss_scale(fs.sgd(0.1), 8.0)),
+        "after dynamic_loss_scale with scale=4\n",
+        "after dynamic_loss_scale with scale=8\n",
+    ),
     "another class": (
         stepped_by(of_torch(torch.optim.Adam, 0.1)),
         stepped_by(of_torch(torch.optim.AdamW, 0.1)),

@@ -105,6 +105,7 @@ def clip_by_global_norm(
     find_norm_order("clip_by_global_norm", p, reduction_order)
 
     def bind(grads: Any, params: Any) -> Any:
+        record_numbers("clip_by_global_norm", flatten(grads), {"max_norm": max_norm})
         norm = global_norm(grads, p, reduction_order=reduction_order)
         return partial(map_gradients, torch.mul, numbers=(_find_scale(max_norm, norm),))
 

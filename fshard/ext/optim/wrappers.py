@@ -30,6 +30,7 @@ from fshard.extend import (
     map_trained_leaves,
     masked_transform,
     matches,
+    record_numbers,
     run_update,
     sum_over,
     tensor_of,
@@ -206,6 +207,7 @@ def dynamic_loss_scale(
         return put_counts_beside(params, ScaleState(scale, zero(), skipping.init(params)))
 
     def update(grads: Any, state: ScaleState, params: Any, donate: bool = False) -> tuple[Any, ScaleState]:
+        record_numbers(api_name, flatten(grads), {"scale": state.scale})
         # As GradScaler does: the inverse in float64, and one multiplication.
         inverse = state.scale.double().reciprocal().float()
 
@@ -271,6 +273,7 @@ def ema(tx: fs.Optimizer, decay: float) -> fs.Optimizer:
         return EmaState(map_leaves(copy, params), tx.init(params))
 
     def update(grads: Any, state: EmaState, params: Any, donate: bool = False) -> tuple[Any, Any]:
+        record_numbers("ema", flatten(grads), {"decay": decay})
         params, inner = run_update("ema", "tx", tx, grads, state.inner, params, donate=donate)
         lerp = torch.Tensor.lerp_ if donate else torch.Tensor.lerp
 

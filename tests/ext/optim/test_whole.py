@@ -181,7 +181,7 @@ def test_a_rank_sends_its_share_of_what_is_stepped(world_size):
 @on_ranks(2)
 def test_a_rank_that_owns_no_leaf_makes_the_same_updates():
     """It steps nothing, so that ranks must not compare by which numbers they step whole leaves."""
-    axis = one_axis()
+    axis = fs.axis_of(one_axis())
     params = fs.shard({"w": normal(1)(4, 4)}, fs.zero3(axis, min_shard_elements=0))
     tx = fs.whole(fs.from_torch(optim.SGD, lr=fs.schedules.linear(0.1, 0.0, 10)))
     state = fs.TrainState.create(params, tx)
