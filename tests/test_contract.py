@@ -440,8 +440,8 @@ DIFFERENT: Different = {
         "after AdamW with lr=0.1",
     ),
     "another schedule": (
-        stepped_by(of_torch(torch.optim.SGD, fs.schedules.linear(1.0, 0.0, 10))),
-        stepped_by(of_torch(torch.optim.SGD, fs.schedules.linear(1.0, 0.0, 8))),
+        stepped_by(of_torch(torch.optim.SGD, lambda count: 1.0 - 0.1 * count)),
+        stepped_by(of_torch(torch.optim.SGD, lambda count: 1.0 - 0.125 * count)),
         "after SGD with lr=0.9",
         "after SGD with lr=0.875",
     ),
