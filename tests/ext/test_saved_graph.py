@@ -2,6 +2,7 @@
 
 import math
 import re
+import resource
 from typing import Any, NamedTuple
 
 import pytest
@@ -113,6 +114,24 @@ def test_numbers_are_keys_of_a_result(tmp_path):
 def test_a_missing_file_is_an_error_of_the_load(tmp_path):
     with pytest.raises(FileNotFoundError, match=rf"^load_graph: .*other/{FILE}: there is no such file"):
         fs.load_graph(tmp_path / "other")
+
+
+def test_a_write_that_fails_names_the_file_and_loses_nothing(tmp_path):
+    """Such as on a full disk: a graph that was saved before stays, and no part of the new one does."""
+    x, saved, path = torch.ones(2), fs.jit(torch.cos), tmp_path / FILE
+    fs.save_graph(tmp_path, saved, x)
+    kept = fs.jit(torch.sin, cache=fs.graph_cache(tmp_path))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        with pytest.raises(OSError, match=rf"File too large: '{path}'"):
+            fs.save_graph(tmp_path, fs.jit(torch.sin), x)
+        with pytest.warns(UserWarning, match=rf"a graph is not stored: .* File too large: '{tmp_path}/.*/{FILE}'"):
+            kept(x)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert_same_bits(fs.load_graph(tmp_path)(x), saved(x))
+    assert [each for each in tmp_path.rglob("*") if each.is_file()] == [path]
 
 
 @on_ranks(2)

@@ -17,7 +17,7 @@ import torch
 
 import fshard as fs
 from fshard.ext import _compat
-from fshard.ext.saved_graph.file import SavedGraph, encode, locate_file, name_source, read_file
+from fshard.ext.saved_graph.file import SavedGraph, encode, locate_file, name_source, read_file, write_file
 from fshard.ext.saved_graph.nodes import write_nodes
 from fshard.ext.saved_graph.source import Source
 from fshard.ext.saved_graph.structures import make_tree, write_structure
@@ -37,6 +37,7 @@ def save_graph(directory: str | Path, f: Callable[..., Any], *args: Any, **kwarg
         ValueError: if no file can hold a part of the graph: a tensor that the function closes over, a collective over
             an axis that no argument has, an operator that is not torch's or fshard's, a result whose spec no argument
             has, or a part of a result that is no tuple, list or dict, nor of a class that is in the arguments.
+        OSError: if the file cannot be written, with its path. A graph that was there before stays.
 
     >>> import tempfile, torch, fshard as fs
     >>> directory, x = tempfile.mkdtemp(), torch.zeros(2)
@@ -48,9 +49,7 @@ def save_graph(directory: str | Path, f: Callable[..., Any], *args: Any, **kwarg
         raise ValueError(f'save_graph: f must be a function of fs.jit with the backend "graph", not {describe(f)}.')
     with calling("save_graph", lambda: flatten((args, kwargs)).axes):
         key, program, flat = f.find_call(args, kwargs)
-    path = locate_file(directory)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(encode_program(key, program, flat, sources={}))
+    write_file(locate_file(directory), encode_program(key, program, flat, sources={}))
 
 
 def encode_program(key: Any, program: Program, flat: Any, sources: Mapping[str, str]) -> bytes:

@@ -15,7 +15,7 @@ import torch
 
 import fshard as fs
 from fshard.ext.saved_graph import _Loaded, encode_program
-from fshard.ext.saved_graph.file import locate_file, name_source, read_file
+from fshard.ext.saved_graph.file import locate_file, name_source, read_file, write_file
 from fshard.ext.saved_graph.identity import are_sources_equal, compute_identity, find_late_changes, list_sources
 from fshard.extend import Jitted, Program, expect, read_environment
 
@@ -100,11 +100,7 @@ class GraphCache:
             edited = find_late_changes(sources)
             if edited:
                 raise ValueError(f"{edited[0]} was changed after this process had started")
-            content = encode_program(signature, program, flat, sources)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            draft = path.with_suffix(f".{os.getpid()}")
-            draft.write_bytes(content)
-            draft.replace(path)
+            write_file(path, encode_program(signature, program, flat, sources))
             self._remove_old(path.name)
         except Exception as error:
             _warn("a graph is not stored", error)

@@ -5,6 +5,7 @@ because the digest matches.
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_origin, get_type_hints
@@ -91,6 +92,22 @@ def encode(body: Mapping[str, JSON], axes: Sequence[fs.Axis]) -> bytes:
     source = Source("save_graph", "leave it out of the function")
     _read_body(text, source).read_graph(source, axes)
     return _seal(text)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file, at once: one of this name from before stays until all of it is written.
+
+    Raises:
+        OSError: if it cannot be written; the error names the path.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(f".{os.getpid()}")
+    try:
+        draft.write_bytes(content)
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, f"{path}") from error
 
 
 def read_file(path: Path) -> SavedGraph:
