@@ -87,11 +87,12 @@ def is_view(node: Node) -> bool:
 
 
 def is_random(node: Node) -> bool:
-    """Whether a node draws random numbers. Kernels of attention draw only if they drop something."""
+    """Whether a node draws random numbers. Kernels of layers draw only if they drop something, and in training."""
     may_draw = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     if not may_draw or getattr(node.target, "namespace", "") == ops.NAMESPACE:
         return False
-    return not any(argument.name == "dropout_p" and value in (None, 0.0) for argument, value in pair_arguments(node))
+    switches = ("dropout_p", "dropout", "training", "train")
+    return not any(argument.name in switches and value in (None, 0.0) for argument, value in pair_arguments(node))
 
 
 def is_impure(node: Node) -> bool:

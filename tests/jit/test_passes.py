@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import fshard as fs
 from tests.trees import assert_same_bits
@@ -21,3 +22,11 @@ VIEWS = {
 def test_views_of_other_values_are_not_folded_away(name):
     f, x = VIEWS[name]
     assert_same_bits(fs.jit(f)(x), f(x))
+
+
+def test_kernels_that_draw_in_training_alone_need_no_key_elsewhere():
+    x = X - 2
+    for f in (F.rrelu, lambda x: torch.native_dropout(x, 0.5, False)[0]):
+        assert_same_bits(fs.jit(f)(x), f(x))
+    with pytest.raises(ValueError, match="draws random numbers without a key"):
+        fs.jit(lambda x: F.rrelu(x, training=True))(x)
