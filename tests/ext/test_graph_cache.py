@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -51,6 +52,33 @@ class Hiding:
 
     def __getstate__(self):
         return {}
+
+
+class Scaling(type):
+    """A metaclass, whose members are no attributes of its class."""
+
+    @property
+    def factor(cls):
+        return FACTOR
+
+
+class Scaled(metaclass=Scaling):
+    pass
+
+
+@functools.cache
+def cached_factor():
+    return FACTOR
+
+
+@torch.no_grad()
+def factor_without_gradient():
+    return FACTOR
+
+
+@contextmanager
+def factor_in_a_block():
+    yield FACTOR
 
 
 class Named:
@@ -136,7 +164,17 @@ def test_values_of_tensors_and_names_of_groups_are_no_part_of_it():
     assert identity_of(model) == before
 
 
-@pytest.mark.parametrize("where", ("global", "module", "text", "class", "base class", "method", "environment"))
+# Functions that read a global of this module where other modules made what is called, or Python calls it.
+READERS = {
+    "cached function": lambda x: x * cached_factor(),
+    "function decorated by torch": lambda x: x * factor_without_gradient(),
+    "function decorated by Python": lambda x: x * factor_in_a_block().__enter__(),
+    "metaclass": lambda x: x * Scaled.factor,
+}
+OTHERS = ("global", "module", "text", "class", "base class", "method", "environment")
+
+
+@pytest.mark.parametrize("where", (*OTHERS, *READERS))
 def test_what_changes_outside_of_a_function_is_part_of_its_identity(where, monkeypatch):
     this = sys.modules[__name__]
     instance = Derived()
@@ -145,6 +183,7 @@ def test_what_changes_outside_of_a_function_is_part_of_its_identity(where, monke
         "module": lambda x: x * this.FACTOR,
         "text": lambda x: x * getattr(this, "FACTOR"),  # noqa: B009
         "environment": lambda x: x * float(os.environ.get("SOME_RATE", "1")),
+        **READERS,
     }
     f = functions.get(where, lambda x: instance.scale(x))
     before = identity_of(f)

@@ -31,10 +31,13 @@ _OF_CODE = (
     *("co_exceptiontable", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount"),
 )
 # Attributes of what is known by its name, or is made of functions and of what these are bound to.
-_OF_NAMED = ("__module__", "__qualname__", "__name__", "__self__", "__func__", "fget", "fset", "fdel", "func")
+_OF_NAMED = (
+    *("__module__", "__qualname__", "__name__", "__self__", "__func__", "fget", "fset", "fdel", "func"),
+    "__wrapped__",
+)
 _NAMED = (
     *(types.BuiltinFunctionType, types.MethodType, types.GetSetDescriptorType, types.MemberDescriptorType),
-    *(property, classmethod, staticmethod, functools.cached_property),
+    *(property, classmethod, staticmethod, functools.cached_property, type(functools.cache(len))),
 )
 # What a class has for Python itself, and pickle refuses.
 _OF_PYTHON = ("_abc_impl", "__annotations__")
@@ -107,13 +110,15 @@ def _take_class_apart(cls: type) -> list[Any]:
     if _is_library(cls.__module__):
         return names
     attributes = [(name, part) for name, part in vars(cls).items() if name not in _OF_PYTHON]
-    return [*names, cls.__bases__, attributes]
+    return [*names, type(cls), cls.__bases__, attributes]
 
 
 def _take_function_apart(function: types.FunctionType) -> list[Any]:
     name = [function.__module__, function.__qualname__]
     is_library = _is_library(function.__globals__.get("__name__", ""))
-    if is_library and getattr(sys.modules.get(function.__module__), function.__qualname__, None) is function:
+    # What a decorator of a library makes of a function of the program has the name and the module of that function.
+    is_named_there = getattr(sys.modules.get(function.__module__), function.__qualname__, None) is function
+    if is_library and is_named_there and _is_library(function.__module__):
         return name
     code = function.__code__
     values = {} if is_library else _find_globals(function.__globals__, set(_list_names(code)))
