@@ -35,7 +35,8 @@ class GraphMemory:
         arguments: Bytes of the arguments, which are held all the time.
         held: Bytes that are held while each operator runs, arguments included.
         peak: The most of them.
-        place: The operator at which most are held, the first of several, and where the program has it.
+        place: The operator at which most are held, the first of several, and where the program has it; None if there
+            are no operators.
         kinds: The bytes that are held then, by kind.
         choices: What is computed or gathered again to fit a budget, module by module, in words.
     """
@@ -45,9 +46,9 @@ class GraphMemory:
         uses = _find_uses(graph, args)
         sums = graph.sum_by_use(uses, graph.at_peak)
         self.arguments = sum(graph.memory.always_held.values())
-        self.held = [self.arguments + moment.bytes for moment in graph.moments]
+        self.held = [self.arguments + moment.bytes for moment in graph.moments] or [self.arguments]
         self.peak = max(self.held)
-        self.place = _describe_place(graph.at_peak)
+        self.place = graph.at_peak and _describe_place(graph.at_peak)
         self.kinds = {kind: sums[use] for use, kind in _KINDS}
         self.choices = list(_list_choices(graph, uses))
 
@@ -105,7 +106,7 @@ class MemoryReport:
             rows[f"    {kind}"] = [memory.kinds[kind] for memory in memories.values()]
         rows["  beyond the arguments"] = [memory.peak - memory.arguments for memory in memories.values()]
         lines += [_write_row(title, map(_write_bytes, sizes)) for title, sizes in rows.items() if any(sizes)]
-        lines += [f"  {title}: most is held at {memory.place}" for title, memory in memories.items()]
+        lines += [f"  {title}: most is held at {memory.place}" for title, memory in memories.items() if memory.place]
         if self.choices:
             lines += ["  run again to fit the budget:", *[f"    {choice}" for choice in self.choices]]
         return "\n".join(lines)

@@ -144,6 +144,13 @@ def test_a_budget_is_kept_and_said_block_by_block(tmp_path):
         assert f"{nbytes_drawn / 1e6:.1f} MB" in words
 
 
+def test_a_function_without_operators_holds_its_arguments(tmp_path):
+    report = fs.jit(lambda x: x, passes=(fs.fit("1kB"),)).memory(torch.ones(3))
+    assert report.before.peak == report.after.arguments == 12
+    assert "most is held at" not in str(report)
+    report.draw(tmp_path / "memory.svg")
+
+
 def test_weights_that_are_gathered_again_are_said():
     """Full weights are held from the forward to the backward, and few rows make them a large part of the peak."""
 
