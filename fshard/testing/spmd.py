@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -167,7 +168,7 @@ class _Simulation:
         self.current: int | None = None
         # Ranks that wait outside of collectives, without a turn.
         self.beside = set[int]()
-        # When the turn began, and the time that the rank's thread had computed at the last look.
+        # When the turn began, and what the rank's clock said at the last look.
         self.began = self.computed = 0.0
         # Of torch's generator of the CPU, as the program of each rank finds it.
         self.generator_state = torch.default_generator.get_state()
@@ -310,7 +311,7 @@ class _Simulation:
         """Let the next rank go on if no other one has its turn."""
         if self.current is None and self.ready:
             self.current, error = self.ready.pop(0)
-            self.began, self.computed = time.monotonic(), time.clock_gettime(self.clocks[self.current])
+            self.began, self.computed = time.monotonic(), self._read_clock(self.current)
             self.turns[self.current].put(error)
 
     def _look(self) -> None:
@@ -318,11 +319,20 @@ class _Simulation:
         before = self.computed
         # The clock of a thread that has just ended is gone.
         with suppress(OSError):
-            self.computed = time.clock_gettime(self.clocks[self.current or 0])
+            self.computed = self._read_clock(self.current or 0)
         is_busy = self.computed > before + PATIENCE / 20
         # A rank that computes for ever leaves half of the time to the others.
         if not is_busy or time.monotonic() > self.began + self.timeout / 2:
             self.current = None
+
+    def _read_clock(self, rank: int) -> float:
+        """Read for how many seconds a rank's thread has computed, or has waited for a processor to do so."""
+        try:
+            numbers = Path(f"/proc/self/task/{self.threads[rank].native_id}/schedstat").read_text().split()
+        except OSError:
+            # Some kernels do not count it.
+            return time.clock_gettime(self.clocks[rank])
+        return (int(numbers[0]) + int(numbers[1])) / 1e9
 
     def _end_turn(self, rank: int) -> None:
         if self.current == rank:

@@ -11,6 +11,7 @@ import time
 import weakref
 from functools import partial
 from logging.handlers import BufferingHandler
+from pathlib import Path
 
 import pytest
 import torch
@@ -328,6 +329,16 @@ def patience(monkeypatch):
 @pytest.mark.parametrize(("world", "timeout"), [(3, 60.0), (32, 16.0)])
 def test_a_rank_that_computes_keeps_its_turn(world, timeout, patience):
     """Also for longer than a rank that waits may, and than its share of the timeout: it may draw initial values."""
+    assert_that_a_rank_that_computes_keeps_its_turn(world, timeout, patience)
+
+
+def test_a_rank_that_waits_for_a_processor_keeps_its_turn(patience, monkeypatch):
+    """On a machine that is so busy that it has hardly computed between two looks."""
+    monkeypatch.setattr(Path, "read_text", lambda path: f"0 {time.monotonic_ns()} 1")
+    assert_that_a_rank_that_computes_keeps_its_turn(3, 60.0, patience)
+
+
+def assert_that_a_rank_that_computes_keeps_its_turn(world, timeout, patience):
     order = []
 
     def program():
