@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -155,6 +155,9 @@ class ShardTransform:
     >>> fs.gather(params), fs.unshard(params)
     ({'w': tensor([1., 2.])}, {'w': tensor([0.8000, 2.1000])})
     """
+
+    # The facts that `structure.reduction` has read off an instance.
+    _reduction: ClassVar[Any] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse a class whose methods do not belong together."""

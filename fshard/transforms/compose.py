@@ -272,6 +272,8 @@ def masked_transform(transform: ShardTransform, mask: Mask, otherwise: ShardTran
         ValueError: if `mask` is no mask.
     """
     expect(is_mask(mask), "masked", f"the mask to be {MASK}", describe(mask))
+    is_transform = isinstance(otherwise, ShardTransform | None)
+    expect(is_transform, "masked", "otherwise to be a ShardTransform or None", describe(otherwise))
     # A list cannot be hashed.
     hashable = tuple(mask) if isinstance(mask, list) else mask
     return _Masked(transform, hashable, otherwise or _NOTHING)

@@ -147,6 +147,9 @@ def check_results(
             problems.append(Problem(path, describe(result), "a tensor"))
         elif not takes_any and result.shape[: len(shape)] != shape:
             problems.append(Problem(path, describe(result), f"a tensor of shape {shape}"))
+        elif result.is_inference():
+            # Autograd would lose its gradient.
+            problems.append(Problem(path, "one made in torch.inference_mode()", "a tensor that takes a gradient"))
     stored_as = "full leaf" if half == "gather" else "shard"
     remedy = f"let {half} return a tensor for each leaf, shaped as the {stored_as}"
     refuse(f"{' or '.join(foreign_names(transform))}.{half}: results do not fit", problems, remedy)

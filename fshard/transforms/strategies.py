@@ -14,7 +14,7 @@ from fshard.transforms.base import Container
 from fshard.transforms.compose import compose_with_policy
 from fshard.transforms.structure import layout_axes, summed_axes
 from fshard.tree import Axis, ModelDtypes, ReshardPolicy, is_mask
-from fshard.tree.checks import COUNT, FLOATING, check_arguments
+from fshard.tree.checks import COUNT, FLOATING, check_arguments, describe
 
 # Leaves of fewer elements stay whole: a bias or a norm costs more to gather than to keep.
 DEFAULT_MIN_SHARD_ELEMENTS = 1024
@@ -113,9 +113,7 @@ def zero2(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> Sh
 
 def _default_bucket_bytes(layout: Any) -> int:
     """Choose the bytes of a message by the mesh axis whose backend needs the largest."""
-    # `compose_with_policy` refuses a layout that is no transform.
-    axes = getattr(layout, "axes", ())
-    return max(map(_bytes_over, axes), default=0)
+    return max(map(_bytes_over, layout.axes), default=0)
 
 
 def _bytes_over(axis: Axis) -> int:
@@ -272,7 +270,9 @@ def _check_layout(api_name: str, layout: Any, min_shard_elements: int | None) ->
             f"{api_name}: min_shard_elements has no effect with layout=. Pass it to the transform that you give as "
             "layout."
         )
-    if isinstance(layout, ShardTransform) and not layout_axes(layout):
+    is_transform = isinstance(layout, ShardTransform)
+    expect(is_transform, api_name, "layout to be a ShardTransform such as fs.fully_shard(mesh)", describe(layout))
+    if not layout_axes(layout):
         raise ValueError(
             f"{api_name}: the layout {layout!r:.100} uses no mesh axis, so gradients would not be summed. Compose it "
             "with fs.fully_shard, or compose it with the strategy."

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fshard.errors import expect
 from fshard.transforms.axis import _SplitDim
 from fshard.transforms.base import (
     BuiltIn,
@@ -19,18 +20,39 @@ from fshard.transforms.base import (
 )
 from fshard.transforms.local import _Cast
 from fshard.tree import Axis, Spec
+from fshard.tree.checks import describe
 
 # The forms of a scatter.
 SCATTERS = ("scatter", "start_scatter")
 
 
 def layout_axes(transform: ShardTransform) -> tuple[Axis, ...]:
-    """List the mesh axes that leaves are placed on: those of `axes`, and those that leaves stay split over."""
+    """List the mesh axes that leaves are placed on: those of `axes`, and those that leaves stay split over.
+
+    Raises:
+        ValueError: if a part of the transform is a user's, and a member of it is not what the package asks of it.
+    """
     axes = []
     for part in walk_parts(transform):
+        if not isinstance(part, BuiltIn):
+            _check_part(part)
         axes += [value for value in field_values(part) if isinstance(value, Axis)]
         axes += part.axes
     return tuple(dict.fromkeys(axes))
+
+
+def _check_part(part: ShardTransform) -> None:
+    """Refuse a user's transform of which a member is not what the package asks of it."""
+    name = type(part).__name__
+    inner = part.inner if isinstance(part, Wrapped) else part
+    expect(isinstance(inner, ShardTransform), name, "inner to be a ShardTransform", describe(inner))
+    axes = part.axes
+    are_axes = isinstance(axes, list | tuple) and all(isinstance(axis, Axis) for axis in axes)
+    expect(are_axes, name, "axes to be a property, a tuple of Axis", describe(axes))
+    # Transforms that differ in other attributes would be equal, and two with equal tensors would not.
+    known = {*dir(type(part)), *part.__dataclass_fields__}
+    odd = [key for key, value in vars(part).items() if key not in known or isinstance(value, torch.Tensor)]
+    expect(not odd, name, "a frozen dataclass, whose fields are numbers, names and tuples of these", f"{odd}")
 
 
 def summed_axes(transform: ShardTransform) -> tuple[Axis, ...]:
@@ -74,7 +96,7 @@ def reduction(transform: Any) -> Reduction:
     """
     if transform is None:
         return Reduction()
-    facts: Reduction | None = transform.__dict__.get("_reduction")
+    facts: Reduction | None = transform._reduction
     if facts is None:
         facts = _read_reduction(transform)
         transform.__dict__["_reduction"] = facts

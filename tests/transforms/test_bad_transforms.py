@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from operator import attrgetter
 
 import pytest
@@ -62,7 +63,7 @@ STAY = (
     "compose: two of these are strategies such as zero3. Keep one, and replace the other by its layout, such as "
     "fs.fully_shard."
 )
-NO_LAYOUT = "compose: expected transforms to be ShardTransforms such as fs.fully_shard(mesh), got a str"
+NO_LAYOUT = "zero3: expected layout to be a ShardTransform such as fs.fully_shard(mesh), got {}"
 
 
 def option(make, mesh, text, **options):
@@ -89,7 +90,8 @@ ARGUMENTS = [
     *(option(make, MESH, NO_AXES, layout=BFLOAT16) for make in (fs.zero1, fs.zero2, fs.zero3)),
     *(option(make, GRID, FIXED, **{name: None}) for make, name in DECIDED),
     *(option(make, GRID, COUNT, prefetch=-1) for make in STRATEGIES),
-    option(fs.zero3, MESH, NO_LAYOUT, layout="zero2"),
+    option(fs.zero3, MESH, NO_LAYOUT.replace("{}", "a str"), layout=lambda mesh: "zero2"),
+    option(fs.zero3, MESH, NO_LAYOUT.replace("{}", "the class Padded"), layout=lambda mesh: Padded),
     option(fs.zero3, MESH, STAY, layout=fs.zero2),
 ]
 
@@ -150,6 +152,14 @@ LEAVES = [
         + NO_LEAF.format("d.*", "step, a, b.0, opt_state.1.updates, ...")
         + " Leave it out, or pass a function of (name, leaf) as the mask of several models.",
     ),
+    setup(
+        "otherwise of a class",
+        fs.masked,
+        "masked: expected otherwise to be a ShardTransform or None, got the class Padded",
+        fs.cast(),
+        "a",
+        lambda world: Padded,
+    ),
     setup("otherwise of an optimizer", fs.masked, OPTIMIZER, SGD, "a", fs.cast()),
     *(
         setup(f"a mask of {mask!r}", fs.masked, MASK.format(kind), fs.cast(), mask)
@@ -179,6 +189,57 @@ def test_a_transform_that_cannot_be_hashed_is_refused():
     transform = Named(fs.fully_shard(fs.init_mesh({"shard": 1}, device="cpu")), {"a": 2})
     with pytest.raises(TypeError, match=f"^{re.escape(UNHASHABLE)}$"):
         fs.shard(TREE, transform)
+
+
+class Attributes(fs.Wrapped):
+    """Two with other factors would be equal, and a jitted step would take one for the other."""
+
+    def __init__(self, inner, factor):
+        object.__setattr__(self, "inner", inner)
+        object.__setattr__(self, "factor", factor)
+
+
+@dataclass(frozen=True)
+class Scaled(fs.Wrapped):
+    scale: torch.Tensor
+
+    @cached_property
+    def root(self):
+        return self.scale**0.5
+
+
+class AxesByCall(fs.Wrapped):
+    def axes(self):
+        return self.inner.axes
+
+
+@dataclass(frozen=True)
+class AxesByName(fs.Wrapped):
+    axes: tuple[str, ...] = ("shard",)
+
+
+FROZEN = "expected a frozen dataclass, whose fields are numbers, names and tuples of these, got "
+AXES = "expected axes to be a property, a tuple of Axis, got a "
+MEMBERS = {
+    f"Attributes: {FROZEN}['factor']": lambda plain: Attributes(plain, 2.0),
+    f"Scaled: {FROZEN}['scale']": lambda plain: Scaled(plain, torch.ones(2)),
+    f"AxesByCall: {AXES}method": AxesByCall,
+    f"AxesByName: {AXES}tuple": AxesByName,
+    "Padded: expected inner to be a ShardTransform, got None": lambda plain: Padded(None),
+    "Padded: expected inner to be a ShardTransform, got the class Wrapped": lambda plain: Padded(fs.Wrapped),
+}
+
+
+def test_members_that_are_not_what_the_package_asks_of_them_are_refused():
+    mesh = fs.init_mesh({"shard": 1}, device="cpu")
+    for text, make in MEMBERS.items():
+        for use in (partial(fs.shard, TREE), partial(fs.compose, fs.cast()), lambda t: fs.zero3(mesh, layout=t)):
+            with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+                use(make(fs.fully_shard(mesh)))
+    # What is computed once from the fields may stay with them.
+    around = Scaled(fs.fully_shard(mesh), 4.0)
+    assert around.root == 2.0
+    fs.shard(TREE, around)
 
 
 def test_bad_arguments_are_refused():

@@ -204,3 +204,26 @@ def test_what_a_stage_hands_on_wrongly_is_named_before_it_is_sent(verb, half):
             f"{names}.{half}: results cannot be sent over 'shard'\n  leaf 0 of shape (4, 3): expected {expected}, got"
         )
         assert_named(outcome(partial(CALLS[verb], params)), verb, text, ranks)
+
+
+class OfInference(fs.Wrapped):
+    """Gathers what autograd would not save, and whose gradient it would lose."""
+
+    @torch.inference_mode()
+    def gather(self, leaves, specs):
+        return [1 * full for full in self.inner.gather(leaves, specs)]
+
+
+@on_ranks(2)
+def test_tensors_of_inference_mode_are_named():
+    params = fs.shard(full_grads(), fs.zero3(axis_of_all(), layout=OfInference(every_leaf(axis_of_all()))))
+    result = outcome(partial(fs.value_and_grad(loss), params))
+    text = (
+        "OfInference.gather: results do not fit\n"
+        "  ['a']: expected a tensor that takes a gradient, got one made in torch.inference_mode()\n  ['b']: "
+    )
+    assert_named(result, "value_and_grad", text, ALL)
+    # In this mode the package makes tensors that take a gradient.
+    plain = fs.shard(full_grads(), every_leaf(axis_of_all()))
+    with torch.inference_mode():
+        assert loss(plain) == 12
