@@ -23,6 +23,7 @@ from fshard.extend import (
     flatten,
     hash_of,
     is_donated,
+    is_fake,
     named_buffers,
     named_parameters,
     ranks_of,
@@ -80,32 +81,34 @@ def differing_leaves(
         if isinstance(a, fs.Sharded) and isinstance(b, fs.Sharded) and a.spec == b.spec:
             left[i] = without_padding(a)
             right[i] = without_padding(b)
-    words = "equal values" if exact else "close values"
     if exact:
         rtol = atol = 0.0
     elif rtol is not None or atol is not None:
         check_numbers("assert_trees_close", NOT_NEGATIVE, rtol=rtol, atol=atol)
-
-    def describe_difference(a: Any, b: Any) -> tuple[str, str] | None:
-        if a is None or b is None:
-            return None if a is b else (f"{a!r} and {b!r}", words)
-        try:
-            torch.testing.assert_close(
-                torch.as_tensor(a),
-                torch.as_tensor(b),
-                rtol=rtol,
-                atol=atol,
-                equal_nan=True,
-                check_device=False,
-                check_dtype=exact,
-            )
-        except AssertionError as error:
-            first, _, rest = str(error).partition("\n\n")
-            return " ".join((rest or first).split()), words
-        return None
-
+    compare = partial(_describe_difference, rtol=rtol, atol=atol, exact=exact)
     # The leaves that are still sharded have another spec on the other side, so both sides are compared in full.
-    return flat._replace(leaves=fs.unshard(left)).problems(describe_difference, fs.unshard(right))
+    return flat._replace(leaves=fs.unshard(left)).problems(compare, fs.unshard(right))
+
+
+def _describe_difference(a: Any, b: Any, rtol: float | None, atol: float | None, exact: bool) -> tuple[str, str] | None:
+    if a is None and b is None:
+        return None
+    try:
+        tensors = [torch.as_tensor(a), torch.as_tensor(b)]
+    except (TypeError, ValueError, RuntimeError):
+        tensors = []
+    if not tensors or not all(map(_has_values, tensors)):
+        return f"{describe(a)} and {describe(b)}", "tensors, arrays or numbers with values"
+    words = "equal values" if exact else "close values"
+    try:
+        torch.testing.assert_close(
+            *tensors, rtol=rtol, atol=atol, equal_nan=True, check_device=False, check_dtype=exact
+        )
+    except AssertionError as error:
+        first, _, rest = str(error).partition("\n\n")
+        return " ".join((rest or first).split()), words
+    has_other_bits = exact and len(set(map(hash_of, tensors))) > 1
+    return ("other bits, as those of 0.0 and -0.0 are", words) if has_other_bits else None
 
 
 def check_pure(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -131,26 +134,35 @@ def check_pure(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     tensor([2., 2.])
     """
     trees = {**{f"argument {i}": arg for i, arg in enumerate(args)}, **kwargs}
-    before = []
-    for name, tree in trees.items():
-        for path, leaf in flatten(tree).named_leaves:
-            tensor = tensor_of(leaf)
-            if isinstance(tensor, torch.Tensor):
-                before.append((f"{name}{path}", leaf, tensor, _digest(tensor)))
+    before = _digests(trees)
     expect(before, "check_pure", "arguments with tensors", "none", "pass the state and the batch behind the step")
     out = step(*args, **kwargs)
+    after = _digests(trees)
     problems = []
-    for path, leaf, tensor, digest in before:
-        if not is_donated(leaf) and _digest(tensor) != digest:
+    for path in before | after:
+        digest = after.get(path, "no tensor")
+        if digest is not None and digest != before.get(path):
             problems.append(Problem(path, "other values after the step", "those before it"))
-    remedy = "find the write in place to these tensors or to a view of them, and compute a new tensor instead"
+    remedy = "find the write in place to these tensors, to a view of them or to their tree, and make a new one instead"
     refuse("check_pure: the step changed its arguments", problems, remedy, AssertionError)
     return out
 
 
-def _digest(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a tensor's shape, dtype and a checksum of its bits."""
-    return tensor.shape, tensor.dtype, hash_of(tensor)
+def _digests(trees: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the shape, the dtype and a checksum of the bits of each tensor, by its path; None if it was donated."""
+    digests: dict[str, Any] = {}
+    for name, tree in trees.items():
+        for path, leaf in flatten(tree).named_leaves:
+            tensor = tensor_of(leaf)
+            if is_donated(leaf):
+                digests[name + path] = None
+            elif isinstance(tensor, torch.Tensor) and _has_values(tensor):
+                digests[name + path] = tensor.shape, tensor.dtype, hash_of(tensor)
+    return digests
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_meta or is_fake(tensor))
 
 
 def assert_matches_ddp(
@@ -221,6 +233,8 @@ def assert_matches_ddp(
     group = resolve_process_group(ranks.group_name)
     reference = DistributedDataParallel(copy.deepcopy(module), process_group=group, find_unused_parameters=True)
     torch_optimizer = optimizer(reference.parameters())
+    is_optimizer = isinstance(torch_optimizer, torch.optim.Optimizer)
+    expect(is_optimizer, _API_NAME, "optimizer to return one of torch.optim", describe(torch_optimizer))
     initial = _copy_tensors(named_buffers(module))
     has_trained = False
     for step, batch in enumerate(batches):

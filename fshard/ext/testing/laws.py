@@ -235,7 +235,7 @@ class _Claims:
     def add_call(self, name: str, tensors: Any, *states: Any) -> tuple[Any, float]:
         """Call gather or scatter, and claim that it repeats its bits, writes to no input, and takes a batch of vmap.
 
-        It is also called with all leaves twice: of leaves that share a shape, none may change what another one gives.
+        It is also called with all leaves twice, from the last to the first: none may change what another one gives.
 
         Returns:
             The tensors that it returned, and the bytes that it sent.
@@ -252,11 +252,12 @@ class _Claims:
             self.add(f"{name}'s new states: leaves whose state has other shapes or dtypes than the old one", unlike)
         doubled = [2 * tensor for tensor in tensors]
         result_doubled = run(self._specs, doubled, *states)
-        separate = [[*of_tensors, *of_doubled] for of_tensors, of_doubled in zip(result, result_doubled, strict=True)]
-        together = run(2 * self._specs, [*tensors, *doubled], *(2 * old_states for old_states in states))
+        separate = [[*of_doubled, *of_tensors] for of_tensors, of_doubled in zip(result, result_doubled, strict=True)]
+        together = run(2 * self._specs[::-1], [*doubled, *tensors][::-1], *(2 * old[::-1] for old in states))
         path = f"{name} of all leaves twice: leaves that differ from single calls"
         # Their sums may round in another way where matrices of one shape are multiplied together.
-        self.add(path, len(differing_leaves(list(map(list, together)), separate)))
+        together = [list(of_both)[::-1] for of_both in together]
+        self.add(path, len(differing_leaves(together, separate)))
         if not fs.tree_leaves(states):
             batched, _ = run(self._specs, _stack(tensors, doubled), *states)
             path = f"{name} with a batch of vmap behind the dims: leaves that differ from single calls"

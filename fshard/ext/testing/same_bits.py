@@ -145,8 +145,10 @@ def _values(part: str, tree: Any) -> Values:
     for path, leaf in flat.named_leaves:
         # A tensor that stands for a whole tree has no path.
         place = part, "" if leaf is tree else path
-        is_tensor = isinstance(leaf, torch.Tensor)
-        leaves[place] = leaf.detach().cpu().resolve_conj().resolve_neg().clone() if is_tensor else leaf
+        # Tensors and arrays.
+        if hasattr(leaf, "__array__"):
+            leaf = torch.as_tensor(leaf).detach().cpu().resolve_conj().resolve_neg().clone()
+        leaves[place] = leaf
     return leaves
 
 
@@ -174,8 +176,9 @@ def _report(number: int, ranks: tuple[int, int], differences: Values, leaves: Va
 def _describe_difference(a: Any, b: Any) -> str:
     """Describe how two leaves differ; the text is empty if they have the same bits."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
-        texts = [leaf if leaf is ABSENT else describe(leaf) for leaf in (a, b)]
-        return "" if type(a) is type(b) and a == b else "expected {}, got {}".format(*texts)
+        # NaN is not equal to itself, and 0.0 is to -0.0.
+        texts = [leaf if leaf is ABSENT else repr(leaf) for leaf in (a, b)]
+        return "" if texts[0] == texts[1] else "expected {:.100}, got {:.100}".format(*texts)
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return f"expected {a.dtype} of {tuple(a.shape)}, got {b.dtype} of {tuple(b.shape)}"
     bytes_a, bytes_b = (leaf.reshape(-1, 1).contiguous().view(torch.uint8) for leaf in (a, b))

@@ -112,6 +112,14 @@ class StatesBySpec(Around):
         return self.inner.scatter(grads, specs), [by_spec[spec].clone() for spec in specs]
 
 
+class RoundsByTheFirst(Around):
+    """Takes the steps of all leaves from the first one."""
+
+    def gather(self, leaves, specs):
+        step = leaves[0].abs().sum() / 2**13
+        return self.inner.gather([(leaf / step).round() * step for leaf in leaves], specs)
+
+
 class FlattensStates(Around):
     def init(self, grad):
         return {"left": torch.zeros_like(grad)}
@@ -140,6 +148,13 @@ WRONG = {
     FlattensStates: r"scatter's new states: leaves whose state has other shapes or dtypes .*, got [45]",
     DropsStates: r"scatter's new states: leaves whose state has other shapes or dtypes .*, got 6",
 }
+
+
+@on_ranks(2)
+def test_what_depends_on_the_first_leaf_is_named():
+    text = "gather of all leaves twice: leaves that differ from single calls: expected at most 0, got"
+    with pytest.raises(AssertionError, match=f"^check_transform: claims do not hold\n  {text}"):
+        check_transform(RoundsByTheFirst(fs.fully_shard(one_axis())), [(5, 3), (7,)], error=1e-3)
 
 
 @on_ranks(2)

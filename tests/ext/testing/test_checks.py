@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import fshard as fs
 from fshard.testing import assert_trees_close, check_pure
@@ -44,8 +45,27 @@ def test_leaves_are_compared_as_torch_does():
         assert_trees_close({"w": torch.tensor([1.0, 4.0])}, {"w": torch.ones(2)}, rtol=0, atol=0)
 
 
+def test_exact_values_have_the_same_bits():
+    zero, nan = torch.zeros(2), torch.full((2,), torch.nan)
+    halves = torch.tensor([complex(torch.nan, 0)]), torch.tensor([complex(0, torch.nan)])
+    for actual, expected in ((zero, -zero), (nan, nan.view(torch.int32).add(1).view(torch.float32)), halves):
+        assert passes(actual, expected)
+        text = "  (root): expected equal values, got other bits, as those of 0.0 and -0.0 are\n"
+        with pytest.raises(AssertionError, match=re.escape(text)):
+            assert_trees_close(actual, expected, exact=True)
+
+
 def test_what_would_compare_nothing_is_refused():
     ones = torch.ones(2)
+    with FakeTensorMode() as fake:
+        without_values = fake.from_tensor(ones)
+    for leaf in (ones.to("meta"), without_values, "text", torch.nn.Linear(1, 1), iter([ones])):
+        for options in ({}, {"exact": True}):
+            text = re.escape("trees differ\n  ['w']: expected tensors, arrays or numbers with values, got a")
+            with pytest.raises(AssertionError, match=text):
+                assert_trees_close({"w": leaf}, {"w": leaf}, **options)
+        with pytest.raises(ValueError, match=r"^check_pure: expected arguments with tensors, got none"):
+            check_pure(lambda tree: None, {"w": leaf})
     for options, text in (
         ({"rtol": 0.0, "atol": torch.inf}, "atol to be a finite number, 0 or more, got inf"),
         ({"rtol": torch.nan, "atol": 0.0}, "rtol to be a finite number, 0 or more, got nan"),
@@ -98,7 +118,8 @@ def test_writes_past_the_version_counter_are_named(world_size):
     error = (
         "check_pure: the step changed its arguments\n"
         "  argument 0.params['w']: expected those before it, got other values after the step\n"
-        "To fix: find the write in place to these tensors or to a view of them, and compute a new tensor instead."
+        "To fix: find the write in place to these tensors, to a view of them or to their tree, and make a new one "
+        "instead."
     )
     for write, strategy in itertools.product(WRITES, STRATEGIES):
         step = step_that(write)
@@ -124,6 +145,19 @@ def test_what_a_tensor_is_counts_as_well():
     check_pure(lambda tree: None, tensors)
     with pytest.raises(AssertionError, match=r"\['nan'\].*\n  x\['s'\]: expected those before it"):
         check_pure(lambda tree, x: (tree["nan"].zero_(), x["s"].resize_(2, 3)), tensors, x={"s": torch.zeros(3, 2)})
+
+
+def replace_in(tree):
+    tree["w"] = tree["w"] + 1
+
+
+def test_writes_to_a_tree_are_named():
+    for write in (replace_in, lambda tree: tree.pop("w"), lambda tree: tree.update(w2=tree["w"])):
+        text = (
+            r"^check_pure: the step changed its arguments\n  argument 0\['w2?'\]: expected those before it, got other"
+        )
+        with pytest.raises(AssertionError, match=text):
+            check_pure(write, {"w": torch.ones(2), "b": torch.ones(2)})
 
 
 FULL = {"norm": normal(1)(6), "up": normal(2)(8, 6), "down": normal(3)(6, 8), "head": normal(4)(6, 6)}

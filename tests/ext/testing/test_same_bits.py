@@ -1,8 +1,10 @@
 """assert_same_bits passes a step of sums in a tree, and names the first step, leaf and cause of other bits."""
 
+import math
 import re
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,6 +45,13 @@ def with_a_leaf_more(state, microbatches):
     return *step(state, microbatches), {"count": 1} if len(microbatches) < len(BATCHES[0]) else {}
 
 
+def with_an_array(state, microbatches):
+    """A step whose third result is an array, of which its text leaves the middle out."""
+    array = np.zeros(2000)
+    array[1000] = len(microbatches)
+    return *step(state, microbatches), array
+
+
 def whole_step(params, microbatches):
     return params, torch.stack(microbatches).sum()
 
@@ -65,10 +74,15 @@ DIFFERENT = {
         "or the update\nTo",
     ),
     "another beginning": (step, partial(state, of=lambda mesh: mesh.size()), "states to start from have other bits"),
+    "an array": (
+        with_an_array,
+        state,
+        r"\n  aux: expected 8.0, got 2.0 \(element 1000, the first of 1 of 2000 that differ",
+    ),
     "a leaf of one world size": (
         with_a_leaf_more,
         state,
-        r"\n  aux\['count'\]: expected no such leaf, got an int\n  leaves that differ: 1 of 1 in aux\n",
+        r"\n  aux\['count'\]: expected no such leaf, got 1\n  leaves that differ: 1 of 1 in aux\n",
     ),
 }
 
@@ -86,8 +100,10 @@ def test_differences_of_leaves():
         (torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]), "got -0.0 (element 0, the first of 1 of 2 that differ)"),
         (torch.tensor([torch.nan]), torch.tensor([torch.nan]), ""),
         (torch.ones(2, dtype=torch.complex64), torch.ones(2, 2), "expected torch.complex64 of (2,)"),
-        (None, torch.tensor(0), "expected None, got an int64 Tensor of shape ()"),
-        (1, 1.0, "expected an int, got a float"),
+        (None, torch.tensor(0), "expected None, got tensor(0)"),
+        (1, 1.0, "expected 1, got 1.0"),
+        (0.0, -0.0, "expected 0.0, got -0.0"),
+        (math.nan, float("nan"), ""),
     ):
         difference = _describe_difference(a, b)
         assert text in difference
