@@ -15,7 +15,7 @@ from fshard.comm.ops import view_as_bytes
 from fshard.errors import Problem, expect, refuse
 from fshard.transforms import LayoutError, ShardTransform
 from fshard.transforms.axis import _FullyShard
-from fshard.transforms.base import lay_out
+from fshard.transforms.base import expect_transform, lay_out
 from fshard.transforms.compose import masks, resolve_masks
 from fshard.transforms.structure import layout_axes
 from fshard.tree import Axis, Flat, Sharded, Spec, Tree, flatten, grouped, is_sharded, map_leaves, storage_device
@@ -472,8 +472,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def check_transform(transform: Any, verb: str, argument: str = "transform") -> None:
     """Refuse what is no transform, or one of another mesh than this process is on."""
-    is_transform = isinstance(transform, ShardTransform)
-    expect(is_transform, verb, f"{argument} to be a ShardTransform such as fs.zero2(mesh)", describe(transform))
+    expect_transform(verb, argument, transform)
     try:
         hash(transform)
     except TypeError as error:

@@ -37,16 +37,10 @@ class _Quantize(FullyShard):
             if self.gathers and self.is_lossy(shard):
                 # [*shape] -> [1, *shape] -> [1, bytes] -> [bytes]
                 codes[i] = encode(shard.unsqueeze(0), specs[i], self.block)[0]
-
-        def read(
-            received: torch.Tensor,
-            shard: torch.Tensor,
-            spec: fs.Spec,
-        ) -> torch.Tensor:
-            return decode(received, shard.shape, shard.dtype, spec, self.block)
-
+        start_exact = super().start_rows
         start_codes = partial(fs.comm.start_all_gather, axis=self.axis, label="gather")
-        return _start_both(super().start_rows, start_codes, shards, specs, codes, read)
+        read = partial(decode, block=self.block)
+        return _start_both(start_exact, start_codes, shards, specs, codes, read)
 
     def start_sums(self, stacks: Tensors, specs: Specs) -> Finish:
         codes = {}
@@ -76,7 +70,7 @@ class _Quantize(FullyShard):
         spec: fs.Spec,
     ) -> torch.Tensor:
         """Add up the codes of all ranks, in rank order."""
-        rows = decode(codes, stack.shape[1:], stack.dtype, spec, self.block)
+        rows = decode(codes, stack[0], spec, self.block)
         return reduce(torch.add, rows.unbind())
 
 
@@ -147,7 +141,7 @@ class _QuantizeWithFeedback(_Quantize):
                 stack = stacks[place] + state
                 corrected[place] = stack
                 codes[place] = encode(stack, specs[place], self.block)
-                sent = decode(codes[place], stack.shape[1:], stack.dtype, specs[place], self.block)
+                sent = decode(codes[place], stack[0], specs[place], self.block)
                 # A number that is not finite would stay in the state forever.
                 remainder = torch.nan_to_num(stack - sent, nan=0.0, posinf=0.0, neginf=0.0)
                 new_states[i] = remainder.to(state.dtype)
@@ -190,18 +184,16 @@ def encode(rows: torch.Tensor, spec: fs.Spec, block: int) -> torch.Tensor:
 
 def decode(
     rows: torch.Tensor,
-    shape: Sequence[int],
-    dtype: torch.dtype,
+    like: torch.Tensor,
     spec: fs.Spec,
     block: int,
 ) -> torch.Tensor:
-    """Turn bytes back into values of a shape for each row. A block with a value that was not finite is NaN."""
-    num_dims = len(spec.storage_shape)
-    inner_shape = torch.Size(shape[:num_dims])
+    """Turn bytes back into a tensor for each row, like another one. A block with a value that was not finite is NaN."""
+    inner_shape = like.shape[: len(spec.storage_shape)]
     size = inner_shape.numel()
     if not size:
-        return rows.new_empty((len(rows), *shape), dtype=dtype)
-    wide_dtype = _wide_dtype(dtype)
+        return like.new_empty((len(rows), *like.shape))
+    wide_dtype = _wide_dtype(like.dtype)
     blocks_count = -(-size // block)
     scales_end = wide_dtype.itemsize * blocks_count
     # [rows, batch * bytes] -> [rows * batch, bytes]
@@ -215,15 +207,12 @@ def decode(
     scales = scales.clamp(max=largest_scale)
     # -> [rows * batch, blocks, block]
     blocks = codes.reshape(len(parts), blocks_count, block)
-    values = (blocks * scales.unsqueeze(-1)).to(dtype)
+    values = (blocks * scales.unsqueeze(-1)).to(like.dtype)
     # -> [rows * batch, elements]
     values = values.reshape(len(parts), -1)[:, :size]
-    if len(shape) == num_dims:
-        # -> [rows, *shape]
-        return values.reshape(len(rows), *shape)
     # -> [rows, batch, *inner_shape] -> [rows, *inner_shape, batch] -> [rows, *shape]
     values = values.reshape(len(rows), -1, *inner_shape)
-    return values.movedim(1, -1).reshape(len(rows), *shape)
+    return values.movedim(1, -1).reshape(len(rows), *like.shape)
 
 
 def _pad(rows: torch.Tensor, zeros: int) -> torch.Tensor:
@@ -249,10 +238,10 @@ def quantize(
     """Split each leaf over a mesh axis, as `fully_shard` does, and send it as int8, a quarter of float32's bytes.
 
     Elements are rounded in blocks to 127 steps of the largest magnitude in the block, so a gathered element is off by
-    at most that magnitude divided by 254. All ranks see the same values. Gradients pass straight through the rounding;
-    tangents are rounded when they are sent, as leaves are. With `scatter`, each rank's part of a gradient is rounded
-    once, and the sums of these parts are exact. Follows ZeRO++ (Wang et al., 2023: qwZ and qgZ) and error feedback
-    (Seide et al., 2014; Karimireddy et al., 2019).
+    at most that magnitude divided by 254, beside the rounding of its own dtype. All ranks see the same values.
+    Gradients pass straight through the rounding; tangents are rounded when they are sent, as leaves are. With
+    `scatter`, each rank's part of a gradient is rounded once, and the sums of these parts are exact. Follows ZeRO++
+    (Wang et al., 2023: qwZ and qgZ) and error feedback (Seide et al., 2014; Karimireddy et al., 2019).
 
     Args:
         mesh: A mesh of one axis, such as mesh["shard"], or an Axis.

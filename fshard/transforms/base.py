@@ -8,7 +8,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from fshard.errors import expect
 from fshard.tree import Axis, Spec, Tree
+from fshard.tree.checks import describe
 
 Tensors = Sequence[torch.Tensor]
 Specs = Sequence[Spec]
@@ -321,6 +323,12 @@ class Container(BuiltIn):
     """
 
     stages: tuple[ShardTransform, ...]
+
+
+def expect_transform(api_name: str, argument: str, value: Any) -> None:
+    """Refuse an argument that is no transform, such as a class of them."""
+    is_transform = isinstance(value, ShardTransform)
+    expect(is_transform, api_name, f"{argument} to be a ShardTransform such as fs.zero2(mesh)", describe(value))
 
 
 def lay_out(transform: ShardTransform, spec: Spec) -> Spec:

@@ -20,6 +20,7 @@ from fshard.transforms.base import (
     Storage,
     Tensors,
     Wrapped,
+    expect_transform,
     lay_out,
     walk_parts,
 )
@@ -210,8 +211,7 @@ def compose_with_policy(
     """
     stages: list[ShardTransform] = []
     for transform in transforms:
-        expected = "transforms to be ShardTransforms such as fs.fully_shard(mesh)"
-        expect(isinstance(transform, ShardTransform), "compose", expected, describe(transform))
+        expect_transform("compose", "transforms", transform)
         stages += transform.stages if isinstance(transform, _Composed) else [transform]
     stages = [stage for stage in stages if stage != _NOTHING]
     _check_each_axis_once(stages)
@@ -272,11 +272,11 @@ def masked_transform(transform: ShardTransform, mask: Mask, otherwise: ShardTran
         ValueError: if `mask` is no mask.
     """
     expect(is_mask(mask), "masked", f"the mask to be {MASK}", describe(mask))
-    is_transform = isinstance(otherwise, ShardTransform | None)
-    expect(is_transform, "masked", "otherwise to be a ShardTransform or None", describe(otherwise))
+    otherwise = _NOTHING if otherwise is None else otherwise
+    expect_transform("masked", "otherwise", otherwise)
     # A list cannot be hashed.
     hashable = tuple(mask) if isinstance(mask, list) else mask
-    return _Masked(transform, hashable, otherwise or _NOTHING)
+    return _Masked(transform, hashable, otherwise)
 
 
 def masks(transform: ShardTransform) -> tuple[Mask, ...]:

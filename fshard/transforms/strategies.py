@@ -10,11 +10,11 @@ from fshard import _compat
 from fshard.errors import expect
 from fshard.mesh import Mesh, axis_of
 from fshard.transforms import ShardTransform, cast, compose, fully_shard, replicate
-from fshard.transforms.base import Container
+from fshard.transforms.base import Container, expect_transform
 from fshard.transforms.compose import compose_with_policy
 from fshard.transforms.structure import layout_axes, summed_axes
 from fshard.tree import Axis, ModelDtypes, ReshardPolicy, is_mask
-from fshard.tree.checks import COUNT, FLOATING, check_arguments, describe
+from fshard.tree.checks import COUNT, FLOATING, check_arguments
 
 # Leaves of fewer elements stay whole: a bias or a norm costs more to gather than to keep.
 DEFAULT_MIN_SHARD_ELEMENTS = 1024
@@ -270,8 +270,7 @@ def _check_layout(api_name: str, layout: Any, min_shard_elements: int | None) ->
             f"{api_name}: min_shard_elements has no effect with layout=. Pass it to the transform that you give as "
             "layout."
         )
-    is_transform = isinstance(layout, ShardTransform)
-    expect(is_transform, api_name, "layout to be a ShardTransform such as fs.fully_shard(mesh)", describe(layout))
+    expect_transform(api_name, "layout", layout)
     if not layout_axes(layout):
         raise ValueError(
             f"{api_name}: the layout {layout!r:.100} uses no mesh axis, so gradients would not be summed. Compose it "

@@ -13,6 +13,7 @@ from fshard.transforms.base import (
     Container,
     ShardTransform,
     Wrapped,
+    expect_transform,
     field_values,
     foreign_names,
     is_default,
@@ -44,8 +45,7 @@ def layout_axes(transform: ShardTransform) -> tuple[Axis, ...]:
 def _check_part(part: ShardTransform) -> None:
     """Refuse a user's transform of which a member is not what the package asks of it."""
     name = type(part).__name__
-    inner = part.inner if isinstance(part, Wrapped) else part
-    expect(isinstance(inner, ShardTransform), name, "inner to be a ShardTransform", describe(inner))
+    expect_transform(name, "inner", part.inner if isinstance(part, Wrapped) else part)
     axes = part.axes
     are_axes = isinstance(axes, list | tuple) and all(isinstance(axis, Axis) for axis in axes)
     expect(are_axes, name, "axes to be a property, a tuple of Axis", describe(axes))

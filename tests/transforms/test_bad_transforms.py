@@ -63,7 +63,7 @@ STAY = (
     "compose: two of these are strategies such as zero3. Keep one, and replace the other by its layout, such as "
     "fs.fully_shard."
 )
-NO_LAYOUT = "zero3: expected layout to be a ShardTransform such as fs.fully_shard(mesh), got {}"
+A_TRANSFORM = "to be a ShardTransform such as fs.zero2(mesh), got"
 
 
 def option(make, mesh, text, **options):
@@ -90,8 +90,8 @@ ARGUMENTS = [
     *(option(make, MESH, NO_AXES, layout=BFLOAT16) for make in (fs.zero1, fs.zero2, fs.zero3)),
     *(option(make, GRID, FIXED, **{name: None}) for make, name in DECIDED),
     *(option(make, GRID, COUNT, prefetch=-1) for make in STRATEGIES),
-    option(fs.zero3, MESH, NO_LAYOUT.replace("{}", "a str"), layout=lambda mesh: "zero2"),
-    option(fs.zero3, MESH, NO_LAYOUT.replace("{}", "the class Padded"), layout=lambda mesh: Padded),
+    option(fs.zero3, MESH, f"zero3: expected layout {A_TRANSFORM} a str", layout=lambda mesh: "zero2"),
+    option(fs.zero3, MESH, f"zero3: expected layout {A_TRANSFORM} the class Padded", layout=lambda mesh: Padded),
     option(fs.zero3, MESH, STAY, layout=fs.zero2),
 ]
 
@@ -155,7 +155,7 @@ LEAVES = [
     setup(
         "otherwise of a class",
         fs.masked,
-        "masked: expected otherwise to be a ShardTransform or None, got the class Padded",
+        f"masked: expected otherwise {A_TRANSFORM} the class Padded",
         fs.cast(),
         "a",
         lambda world: Padded,
@@ -225,8 +225,8 @@ MEMBERS = {
     f"Scaled: {FROZEN}['scale']": lambda plain: Scaled(plain, torch.ones(2)),
     f"AxesByCall: {AXES}method": AxesByCall,
     f"AxesByName: {AXES}tuple": AxesByName,
-    "Padded: expected inner to be a ShardTransform, got None": lambda plain: Padded(None),
-    "Padded: expected inner to be a ShardTransform, got the class Wrapped": lambda plain: Padded(fs.Wrapped),
+    f"Padded: expected inner {A_TRANSFORM} None": lambda plain: Padded(None),
+    f"Padded: expected inner {A_TRANSFORM} the class Wrapped": lambda plain: Padded(fs.Wrapped),
 }
 
 

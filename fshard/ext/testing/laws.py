@@ -167,8 +167,8 @@ def check_transform(
 
     A copy by pickle must be equal and have the same hash. Bit for bit, unshard must undo shard. Gather must return the
     leaf, and scatter must be its transpose (see `check_adjoint`). Both must give the same bits each time, must not
-    write to their arguments, and must treat more leaves of the same shapes, and a batch of vmap at the end of a leaf's
-    dims, as they treat single calls. New states must be like the old ones.
+    write to their arguments, and must treat more leaves of the same shapes in another order, and a batch of vmap at the
+    end of a leaf's dims, as they treat single calls. New states must be like the old ones.
 
     Args:
         transform: The transform, alone or in a composition; with a state or without.

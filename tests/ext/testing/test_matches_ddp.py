@@ -174,7 +174,6 @@ def wrong_calls():
         ("batches", [torch.full((5, 3), torch.nan, dtype=torch.float64)], unchanged),
         ("optimizer", optimizer(module.parameters(), lr=0.1), "optimizer to be a Callable, got a SGD"),
         ("optimizer", None, "optimizer to be a Callable, got None"),
-        ("optimizer", list, "optimizer to return one of torch.optim, got a list"),
         ("module", Sloped, "module to be a Module, got the class Sloped"),
         ("module", fs.functionalize(module), "module to be a Module, got a Model"),
         ("loss_fn", None, "loss_fn to be a Callable, got None"),
