@@ -212,7 +212,8 @@ def decode(
     values = values.reshape(len(parts), -1)[:, :size]
     # -> [rows, batch, *inner_shape] -> [rows, *inner_shape, batch] -> [rows, *shape]
     values = values.reshape(len(rows), -1, *inner_shape)
-    return values.movedim(1, -1).reshape(len(rows), *like.shape)
+    values = values.movedim(1, -1)
+    return values.reshape(len(rows), *like.shape)
 
 
 def _pad(rows: torch.Tensor, zeros: int) -> torch.Tensor:

@@ -84,28 +84,26 @@ def differing_leaves(
         rtol = atol = 0.0
     elif rtol is not None or atol is not None:
         check_numbers("assert_trees_close", NOT_NEGATIVE, rtol=rtol, atol=atol)
-    compare = partial(_describe_difference, rtol=rtol, atol=atol, exact=exact)
-    # The leaves that are still sharded have another spec on the other side, so both sides are compared in full.
-    return flat._replace(leaves=fs.unshard(left)).problems(compare, fs.unshard(right))
 
-
-def _describe_difference(a: Any, b: Any, rtol: float | None, atol: float | None, exact: bool) -> tuple[str, str] | None:
-    """Describe how two leaves differ, and what they should be."""
-    if a is None and b is None:
+    def describe_difference(a: Any, b: Any) -> tuple[str, str] | None:
+        if a is None and b is None:
+            return None
+        words = "equal values" if exact else "close values"
+        try:
+            # What has no values cannot be copied.
+            tensors = [torch.as_tensor(leaf).cpu() for leaf in (a, b)]
+            torch.testing.assert_close(*tensors, rtol=rtol, atol=atol, equal_nan=True, check_dtype=exact)
+        except AssertionError as error:
+            first, _, rest = str(error).partition("\n\n")
+            return " ".join((rest or first).split()), words
+        except (TypeError, ValueError, RuntimeError):
+            return f"{describe(a)} and {describe(b)}", "tensors, arrays or numbers with values"
+        if exact and len(set(map(hash_of, tensors))) > 1:
+            return "other bits, as those of 0.0 and -0.0 are", words
         return None
-    words = "equal values" if exact else "close values"
-    try:
-        # What has no values cannot be copied.
-        tensors = [torch.as_tensor(leaf).cpu() for leaf in (a, b)]
-        torch.testing.assert_close(*tensors, rtol=rtol, atol=atol, equal_nan=True, check_dtype=exact)
-    except AssertionError as error:
-        first, _, rest = str(error).partition("\n\n")
-        return " ".join((rest or first).split()), words
-    except (TypeError, ValueError, RuntimeError):
-        return f"{describe(a)} and {describe(b)}", "tensors, arrays or numbers with values"
-    if exact and len(set(map(hash_of, tensors))) > 1:
-        return "other bits, as those of 0.0 and -0.0 are", words
-    return None
+
+    # The leaves that are still sharded have another spec on the other side, so both sides are compared in full.
+    return flat._replace(leaves=fs.unshard(left)).problems(describe_difference, fs.unshard(right))
 
 
 def check_pure(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -130,7 +128,7 @@ def check_pure(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     >>> check_pure(lambda tree: tree["w"] + 1, {"w": torch.ones(2)})
     tensor([2., 2.])
     """
-    trees = {**{f"argument {i}": arg for i, arg in enumerate(args)}, **kwargs}
+    trees = {f"argument {i}": arg for i, arg in enumerate(args)} | kwargs
     before = _digests(trees)
     expect(before, "check_pure", "arguments with tensors", "none", "pass the state and the batch behind the step")
     out = step(*args, **kwargs)

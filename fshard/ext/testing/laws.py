@@ -119,7 +119,7 @@ def _run(transform: fs.ShardTransform, half: str, specs: Sequence[fs.Spec], tens
         results, new_states = start_scatter(transform, tensors, specs, *states)()
     else:
         results = transform.gather(tensors, specs)
-    paths = [f"[{i}]" for i in range(len(specs))]
+    paths = [f"[{i}]" for i, _ in enumerate(specs)]
     return check_results(transform, half, results, paths, specs), new_states
 
 
@@ -257,7 +257,8 @@ class _Claims:
         path = f"{name} of all leaves twice: leaves that differ from single calls"
         # Their sums may round in another way where matrices of one shape are multiplied together.
         together = [list(of_both)[::-1] for of_both in together]
-        self.add(path, len(differing_leaves(together, separate)))
+        differing = differing_leaves(together, separate)
+        self.add(path, len(differing))
         if not fs.tree_leaves(states):
             batched, _ = run(self._specs, _stack(tensors, doubled), *states)
             path = f"{name} with a batch of vmap behind the dims: leaves that differ from single calls"

@@ -111,11 +111,11 @@ def _run_steps(step: Callable[..., Any], state: Callable[..., Any], batches: Seq
     mesh = fs.init_mesh({"shard": -1}, device="cpu")
     current = state(mesh)
     rows = [_values_of_state(current)]
-    is_sharded = any(isinstance(leaf, fs.Sharded) for leaf in flatten(current).leaves)
+    sharded = flatten(current).sharded
     remedy = "lay them out on the mesh by fs.shard, or every rank gets all microbatches"
-    expect(is_sharded, "assert_same_bits", "state to return Sharded leaves", "none", remedy)
+    expect(sharded, "assert_same_bits", "state to return Sharded leaves", "none", remedy)
     for batch in batches:
-        params = current.params if isinstance(current, fs.TrainState) else current
+        params = getattr(current, "params", current)
         out = step(current, fs.microbatches(batch, params))
         is_step_result = isinstance(out, tuple) and len(out) in (2, 3)
         expect(is_step_result, "assert_same_bits", "step to return (state, loss) or (state, loss, aux)", describe(out))
@@ -132,22 +132,22 @@ def _values_of_state(state: Any) -> Values:
     if not isinstance(state, fs.TrainState):
         return _values("state", state)
     leaves: Values = {}
-    for field in state._fields:
-        leaves |= _values(f"state.{field}", getattr(state, field))
+    for field, tree in state._asdict().items():
+        leaves |= _values(f"state.{field}", tree)
     return leaves
 
 
 def _values(part: str, tree: Any) -> Values:
     """Copy the leaves of a tree in full, by their names."""
     tree = fs.unshard(tree)
-    flat = flatten(tree)
     leaves: Values = {}
-    for path, leaf in flat.named_leaves:
+    for path, leaf in flatten(tree).named_leaves:
         # A tensor that stands for a whole tree has no path.
         place = part, "" if leaf is tree else path
         # Tensors and arrays.
         if hasattr(leaf, "__array__"):
-            leaf = torch.as_tensor(leaf).detach().cpu().resolve_conj().resolve_neg().clone()
+            tensor = torch.as_tensor(leaf).detach().cpu()
+            leaf = tensor.resolve_conj().resolve_neg().clone()
         leaves[place] = leaf
     return leaves
 
