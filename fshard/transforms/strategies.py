@@ -111,11 +111,6 @@ def zero2(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> Sh
     return _specialize("zero2", mesh, axis, options, regather=False, regather_axis=None)
 
 
-def _default_bucket_bytes(layout: Any) -> int:
-    """Choose the bytes of a message by the mesh axis whose backend needs the largest."""
-    return max(map(_bytes_over, layout.axes), default=0)
-
-
 def _bytes_over(axis: Axis) -> int:
     is_connected = axis.size > 1 and _compat.group_size(axis.group_name)
     sends_itself = is_connected and _compat.serves_accelerator(axis.group_name)
@@ -217,12 +212,15 @@ def _make_strategy(
         _check_layout(api_name, layout, min_shard_elements)
     if regather_axis is not None:
         _check_regather_axis(api_name, layout, regather_axis)
+    if bucket_bytes is None:
+        # By the mesh axis whose backend needs the largest messages.
+        bucket_bytes = max(map(_bytes_over, layout.axes), default=0)
     policy = ReshardPolicy(
         # A list cannot be hashed.
         regather=tuple(regather) if isinstance(regather, list) else regather,
         regather_axis=regather_axis,
         prefetch=prefetch,
-        bucket_bytes=_default_bucket_bytes(layout) if bucket_bytes is None else bucket_bytes,
+        bucket_bytes=bucket_bytes,
         reduce_each_microbatch=reduce_each_microbatch,
     )
     dtypes = ModelDtypes(param_dtype, output_dtype) if param_dtype or output_dtype else None

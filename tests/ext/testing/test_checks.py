@@ -38,7 +38,14 @@ def test_leaves_are_compared_as_torch_does():
     assert passes(nan, nan.clone(), exact=True)
     assert passes(nan, nan.clone())
     assert passes(wide.float(), wide)
-    for actual, expected in ((wide.float(), wide), (nan, wide[:1]), (wide[:1], wide), ({"w": None}, {"w": wide})):
+    zeros = torch.zeros(2)
+    for actual, expected in (
+        (wide.float(), wide),
+        (zeros.int(), zeros),
+        (nan, wide[:1]),
+        (wide[:1], wide),
+        ({"w": None}, {"w": wide}),
+    ):
         assert not passes(actual, expected, exact=True)
     text = "['w']: expected close values, got Mismatched elements: 1 / 2 (50.0%) Greatest absolute difference: 3.0 at "
     with pytest.raises(AssertionError, match=re.escape(text)):
