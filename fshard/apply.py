@@ -340,7 +340,7 @@ class Model:
             return self._idle.pop()
         except IndexError:
             # Writes to a tensor among its attributes are counted, so that it is not used again.
-            with _compat.outside_modes(), count_writes():
+            with count_writes():
                 return ModuleTemplate(copy_module(self._bare, torch.empty_like), self._units)
 
     def _give_back(self, template: ModuleTemplate) -> None:

@@ -54,3 +54,28 @@ def test_parametrized_and_tied_weights_are_those_of_the_other_mode():
     params = model.init(fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")))
     x = torch.ones(2, 4)
     assert_same_bits(model.eval().apply(params, x), module.eval()(x).detach())
+
+
+class Scaled(nn.Linear):
+    """A linear layer with a plain tensor among its attributes, such as a table of positions."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.scales = torch.arange(4.0)
+
+    def forward(self, x):
+        return super().forward(x) * self.scales
+
+
+@on_ranks(1, 2)
+def test_a_traced_or_transformed_function_makes_another_mode_of_a_model_with_plain_tensors():
+    model = fs.functionalize(Scaled())
+    params = model.init(fs.zero3(fs.init_mesh({"shard": -1}, device="cpu")), seed=0)
+    x = torch.ones(2, 4)
+    expected = model.apply(params, x).sum()
+
+    def loss(params):
+        return model.eval().apply(params, x).sum()
+
+    assert_same_bits(fs.jit(loss)(params), expected)
+    assert_same_bits(torch.func.grad_and_value(loss)(fs.gather(params))[1], expected)

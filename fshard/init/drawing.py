@@ -41,11 +41,13 @@ def copy_module(
         memo: Others that it may refer to, such as those of the modules around it, by their ids; they are not copied.
     """
     replaced: dict[int, Any] = dict(memo or {})
-    for buffer in module.buffers():
-        replaced[id(buffer)] = replace(buffer)
-    for parameter in module.parameters():
-        replaced[id(parameter)] = nn.Parameter(replace(parameter), requires_grad=parameter.requires_grad)
-    module_copy = copy.deepcopy(module, replaced)
+    # Outside of a trace or a transform around it, where plain tensors among the attributes cannot be copied.
+    with _compat.outside_modes(), _compat.outside_transforms():
+        for buffer in module.buffers():
+            replaced[id(buffer)] = replace(buffer)
+        for parameter in module.parameters():
+            replaced[id(parameter)] = nn.Parameter(replace(parameter), requires_grad=parameter.requires_grad)
+        module_copy = copy.deepcopy(module, replaced)
     for submodule in module_copy.modules():
         _compat.read_parametrized_by(submodule, _compat.compute_parametrized)
         for holder in (vars(submodule), *vars(submodule).values()):
