@@ -271,7 +271,7 @@ class Model:
 
     def _check_inputs(self, flat: Flat, buffers: Any) -> None:
         """Refuse parameters and buffers that are not those of this model."""
-        same_structure("apply: params", flat, self._empty)
+        same_structure("apply: params", flat, self._empty, "pass what this model's init returned, before the inputs")
         check_tensors("apply: params", flat)
         _check_shapes(flat, self._shapes)
         call = find_call(flat)

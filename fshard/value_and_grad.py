@@ -195,9 +195,9 @@ class _Differentiation:
         self.functions = functions
         self.flat = flatten(params)
         check_local(api_name, self.flat)
+        check_floating(api_name, self.flat)
         self.axes = reduction_axes(self.flat, api_name, options.reduce_over)
         self.shared_axes = shared_axes(self.flat, self.axes)
-        check_floating(api_name, self.flat)
         check_differentiable(api_name)
         self.states = states_of(api_name, self.flat, options.transform_state)
         self.sums = self.order.begin_sums(api_name, self.axes, len(functions))

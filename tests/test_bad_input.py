@@ -136,10 +136,18 @@ LINEAR, NORM = fs.functionalize(nn.Linear(3, 2)), fs.functionalize(nn.BatchNorm1
 MODULES = [
     on_world(
         "apply: params: trees differ in structure\n"
+        "  ['scale']: expected nothing, got a float32 Tensor of shape (2,)\n"
         "  ['bias']: missing\n"
-        "  ['scale']: unexpected\n"
-        "To fix: pass trees made from the same parameters.",
+        "To fix: pass what this model's init returned, before the inputs.",
         lambda w: LINEAR.apply({"weight": ones(2, 3), "scale": ones(2)}, ones(4, 3)),
+    ),
+    on_world(
+        "apply: params: trees differ in structure\n"
+        "  (root): expected nothing, got a float32 Tensor of shape (4, 3)\n"
+        "  ['bias']: missing\n"
+        "  ['weight']: missing\n"
+        "To fix: pass what this model's init returned, before the inputs.",
+        lambda w: LINEAR.apply(ones(4, 3)),
     ),
     on_world(
         "apply: the shapes of params differ from the module's\n"
@@ -199,9 +207,15 @@ GRADIENTS = [
         lambda w: {"a": w.params["a"], "i": fs.shard(torch.arange(4), w.zero2)},
     ),
     on_world(
-        "value_and_grad: leaves are no tensors\n"
-        "  ['s']: expected a Sharded leaf or a tensor, got a float\n"
-        "To fix: keep other values out of the tree. Of a module, pass the parameters of model.init.",
+        "value_and_grad: leaves cannot have gradients\n"
+        "  .step: expected a floating tensor, got an int64 Tensor of shape ()\n"
+        "To fix: pass the parameters of model.init. Shard others with frozen=, or keep them out.",
+        lambda w: fs.value_and_grad(loss)(fs.TrainState.create(w.params, KEEPS_NUMBERS)),
+    ),
+    on_world(
+        "value_and_grad: leaves cannot have gradients\n"
+        "  ['s']: expected a floating tensor, got a float\n"
+        "To fix: pass the parameters of model.init. Shard others with frozen=, or keep them out.",
         lambda w: fs.value_and_grad(loss)({"a": ones(2), "s": 1.5}),
     ),
     on_world(

@@ -113,7 +113,7 @@ def test_refused():
     """And frozen leaves need no part in a reduction."""
     mesh, _, tp = axes()
     params = fs.shard(FULL, STRATEGIES[0](mesh))
-    for options, text in REFUSED:
+    for options, text in (*REFUSED, ({"reduce_over": mesh}, UNSUMMED.replace("'shard', 'cp'", f"{mesh}"))):
         with pytest.raises(ValueError, match=re.escape(f"value_and_grad: {text}")):
             fs.value_and_grad(partial(loss_fn, tp=tp), **options)(params, X, Y)
     text = "value_and_grad: reduce_over needs Sharded parameters, and these are plain tensors."

@@ -73,7 +73,7 @@ def _find_axes(flat: Flat, over: Axis | str | Sequence[Axis | str]) -> tuple[Axi
     axis_of_name: dict[Any, Any] = {}
     for spec in flat.specs:
         axis_of_name |= {axis.name: axis for axis in spec.roles}
-    several = [over] if isinstance(over, Axis | str) else over
+    several = over if isinstance(over, list | tuple) else [over]
     return tuple(dict.fromkeys(axis_of_name.get(axis, axis) for axis in several))
 
 

@@ -579,8 +579,9 @@ def same_structure(
         return
     here = set(flat.paths)
     there = set(expected_tree.paths)
-    problems = [Problem(path, "missing") for path in expected_tree.paths if path not in here]
-    problems += [Problem(path, "unexpected") for path in flat.paths if path not in there]
+    # First what is there, because of thousands of missing leaves only a few are printed.
+    problems = [Problem(path, describe(leaf), "nothing") for path, leaf in flat.named_leaves if path not in there]
+    problems += [Problem(path, "missing") for path in expected_tree.paths if path not in here]
     # Else nodes of other types, or of one type with other data of their own.
     if not problems:
         problems = [Problem("(structure)", got=str(flat.treedef), expected=str(expected_tree.treedef))]
