@@ -355,7 +355,7 @@ def _move_buffers(buffers: Buffers, strategy: ShardTransform) -> Buffers:
         device = strategy.storage.compute_device.type
     moved = {}
     for name, buffer in buffers.items():
-        stays = device is None or buffer.is_meta or buffer.device.type == device
+        stays = device is None or buffer.is_meta
         moved[name] = buffer if stays else buffer.to(device)
     return moved
 
@@ -474,10 +474,11 @@ def _refuse_lost_updates(buffers_in: Buffers, buffers_out: Buffers) -> None:
         buffers_in: Copies of the module's buffers, which the module ran on.
         buffers_out: Its buffers afterwards.
     """
-    updated = []
-    for name, buffer in buffers_in.items():
-        if buffers_out[name] is not buffer or _compat.version(buffer):
-            updated.append(f"[{name!r}]")
+    updated = [
+        f"[{name!r}]"
+        for name, buffer in buffers_in.items()
+        if buffers_out[name] is not buffer or _compat.version(buffer)
+    ]
     if updated:
         raise ValueError(
             f"apply: the module updated buffers {', '.join(updated)}, and the updates would be lost. Pass buffers= and "

@@ -230,7 +230,7 @@ def ranks_of(mesh: Mesh | Axis | None) -> Axis:
     """
     if mesh is None:
         return all_ranks_axis()
-    names = mesh.mesh_dim_names or () if isinstance(mesh, Mesh) else ()
+    names = getattr(mesh, "mesh_dim_names", None) or ()
     if isinstance(mesh, Axis) or len(names) < 2:
         return axis_of(mesh)
     all_ranks = all_ranks_axis()

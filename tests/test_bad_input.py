@@ -1,6 +1,7 @@
 """What verbs refuse on every rank, before they communicate: meshes, trees, modules, gradients, states, arguments."""
 
 import math
+import threading
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -359,7 +360,19 @@ def test_hooks_on_parameters_are_refused_by_name(method):
     )
 
 
+def linear_with_lock():
+    module = nn.Linear(2, 2)
+    module.lock = threading.Lock()
+    return module
+
+
 TEXTS = [
+    (
+        lambda: fs.functionalize(linear_with_lock()),
+        "functionalize: copy.deepcopy cannot copy the module: cannot pickle '_thread.lock' object. Compute weights of "
+        "other weights in the forward, or by torch.nn.utils.parametrizations, such as its weight_norm. Keep locks, "
+        "files and the like outside of the module.",
+    ),
     *(
         (
             partial(fs.functionalize, nn.Sequential(lazy)),

@@ -117,10 +117,8 @@ def may_skip_drawing(module: nn.Module) -> bool:
 def _find_undrawn(params: Iterable[str], shards: Mapping[str, Sharded], axes: Sequence[Axis]) -> list[Problem]:
     """List the parameters with elements that were not drawn, of which each rank sees those in its own shard."""
     flags = comm.join_flags([name not in shards for name in params], axes, "shard")
-    problems = []
-    for name in compress(params, flags):
-        problems.append(Problem(f"[{name!r}]", "elements left out by reset_parameters", "a value for each"))
-    return problems
+    misfit = "elements left out by reset_parameters", "a value for each"
+    return [Problem(f"[{name!r}]", *misfit) for name in compress(params, flags)]
 
 
 def _lay_out(

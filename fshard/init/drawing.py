@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fshard import _compat
-from fshard.errors import Problem, refuse
+from fshard.errors import Problem, describe_error, refuse
 from fshard.tree import tree_leaves
 from fshard.tree.checks import is_differentiable
 
@@ -47,7 +47,14 @@ def copy_module(
             replaced[id(buffer)] = replace(buffer)
         for parameter in module.parameters():
             replaced[id(parameter)] = nn.Parameter(replace(parameter), requires_grad=parameter.requires_grad)
-        module_copy = copy.deepcopy(module, replaced)
+        try:
+            module_copy = copy.deepcopy(module, replaced)
+        except Exception as error:
+            raise ValueError(
+                f"functionalize: copy.deepcopy cannot copy the module: {describe_error(error)}. Compute weights of "
+                "other weights in the forward, or by torch.nn.utils.parametrizations, such as its weight_norm. Keep "
+                "locks, files and the like outside of the module."
+            ) from error
     for submodule in module_copy.modules():
         _compat.read_parametrized_by(submodule, _compat.compute_parametrized)
         for holder in (vars(submodule), *vars(submodule).values()):
@@ -137,10 +144,8 @@ def refuse_blank(buffers: Mapping[str, torch.Tensor]) -> None:
     Raises:
         ValueError: with the name of each that is on the meta device.
     """
-    problems = []
-    for name, buffer in buffers.items():
-        if buffer.is_meta:
-            problems.append(Problem(f"[{name!r}]", got="a tensor on the meta device", expected="a tensor with values"))
+    misfit = "a tensor on the meta device", "a tensor with values"
+    problems = [Problem(f"[{name!r}]", *misfit) for name, buffer in buffers.items() if buffer.is_meta]
     remedy = (
         "pass buffers= with values for them, such as state.buffers or the buffers of the model whose init made the "
         "parameters (its eval() shares them), or write to them in the module's reset_parameters"
