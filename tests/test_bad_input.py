@@ -369,9 +369,9 @@ def linear_with_lock():
 TEXTS = [
     (
         lambda: fs.functionalize(linear_with_lock()),
-        "functionalize: copy.deepcopy cannot copy the module: cannot pickle '_thread.lock' object. Compute weights of "
-        "other weights in the forward, or by torch.nn.utils.parametrizations, such as its weight_norm. Keep locks, "
-        "files and the like outside of the module.",
+        "functionalize: copy.deepcopy cannot copy the module: cannot pickle '_thread.lock' object. If it has "
+        "weights of torch.nn.utils.weight_norm or prune, run it once under torch.no_grad() before. Keep locks, files "
+        "and the like outside of it.",
     ),
     *(
         (

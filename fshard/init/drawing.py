@@ -51,9 +51,9 @@ def copy_module(
             module_copy = copy.deepcopy(module, replaced)
         except Exception as error:
             raise ValueError(
-                f"functionalize: copy.deepcopy cannot copy the module: {describe_error(error)}. Compute weights of "
-                "other weights in the forward, or by torch.nn.utils.parametrizations, such as its weight_norm. Keep "
-                "locks, files and the like outside of the module."
+                f"functionalize: copy.deepcopy cannot copy the module: {describe_error(error)}. If it has "
+                "weights of torch.nn.utils.weight_norm or prune, run it once under torch.no_grad() before. Keep locks, "
+                "files and the like outside of it."
             ) from error
     for submodule in module_copy.modules():
         _compat.read_parametrized_by(submodule, _compat.compute_parametrized)
