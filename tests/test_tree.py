@@ -1,6 +1,7 @@
 """Leaves, specs and the trees that hold them."""
 
 import copy
+import operator
 import pickle
 from collections import OrderedDict
 from dataclasses import FrozenInstanceError, replace
@@ -74,6 +75,7 @@ NO_TENSOR = (
     *(lambda leaf: leaf[0], lambda leaf: leaf + 1, lambda leaf: leaf < 1, lambda leaf: -leaf),
     *(lambda leaf: leaf @ torch.ones(2, 2), lambda leaf: torch.ones(2, 2) @ leaf, lambda leaf: 2 * leaf),
     *(lambda leaf: F.linear(torch.ones(2, 2), leaf), lambda leaf: torch.stack([leaf])),
+    lambda leaf: operator.setitem(leaf, 0, 1.0),
 )
 
 

@@ -143,7 +143,7 @@ def _refusal(operator: str) -> Callable[..., NoReturn]:
 
 _OPERATORS = (
     "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul "
-    "neg pos abs getitem lt le gt ge float int"
+    "neg pos abs getitem setitem lt le gt ge float int"
 )
 for _operator in _OPERATORS.split():
     setattr(Sharded, f"__{_operator}__", _refusal(_operator.removeprefix("r")))
