@@ -355,8 +355,7 @@ def _move_buffers(buffers: Buffers, strategy: ShardTransform) -> Buffers:
         device = strategy.storage.compute_device.type
     moved = {}
     for name, buffer in buffers.items():
-        stays = device is None or buffer.is_meta
-        moved[name] = buffer if stays else buffer.to(device)
+        moved[name] = buffer if buffer.is_meta else buffer.to(device=device)
     return moved
 
 
