@@ -149,6 +149,7 @@
 - `variance_of`: the collective of a node of autograd's graph, and what it makes of values that vary.
 - `walk_graph`: walks through a graph, to each place once.
 - `watched`: tells an object with four methods when collectives start, are waited for and land.
+- `widen`: casts values of half precision to float32.
 - `without_padding`: this rank's elements of a Sharded leaf.
 - `without_saved_tensor_hooks`: lets autograd save tensors as they are inside a context, where hooks would save others.
 - `words_at`: random numbers of 64 bits that depend on a key and an index alone.
@@ -197,6 +198,7 @@ from fshard.collectives import (
     sum_over,
     variance_of,
     walk_graph,
+    widen,
 )
 from fshard.comm import (
     all_gather_object,
@@ -454,6 +456,7 @@ __all__ = [
     "variance_of",
     "walk_graph",
     "watched",
+    "widen",
     "without_padding",
     "without_saved_tensor_hooks",
     "words_at",

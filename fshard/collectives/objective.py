@@ -145,12 +145,12 @@ def describe_reduce_over(axes: Sequence[Axis], over: Over) -> dict[str, Any]:
     return {"reduce_over": [axis.name for axis in axes]}
 
 
-def widen(loss: torch.Tensor) -> torch.Tensor:
-    """Cast a loss of half precision to float32, in which losses are added up over microbatches and ranks.
+def widen(values: torch.Tensor) -> torch.Tensor:
+    """Cast values of half precision to float32, such as losses that are added up over microbatches and ranks.
 
     In bfloat16, 256 + 1 is 256, and in float16 the sum of two scaled losses may be infinite.
     """
-    return loss.float() if loss.dtype.itemsize < 4 else loss
+    return values.float() if values.dtype.itemsize < 4 else values
 
 
 def annotate_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:

@@ -43,7 +43,7 @@ def constant(value: float) -> Schedule:
     [0.1, 0.1]
     """
     check_numbers("schedules.constant", FINITE, value=value)
-    return lambda count: torch.as_tensor(count).double() * 0 + value
+    return linear(value, value, 1)
 
 
 def linear(init_value: float, end_value: float, transition_steps: int) -> Schedule:

@@ -35,6 +35,7 @@ from fshard.extend import (
     sum_over,
     tensor_of,
     transforms_active,
+    widen,
     zero,
 )
 
@@ -212,7 +213,7 @@ def dynamic_loss_scale(
         inverse = state.scale.double().reciprocal().float()
 
         def unscale(grad: torch.Tensor) -> torch.Tensor:
-            return grad.to(torch.promote_types(grad.dtype, torch.float32)) * inverse
+            return widen(grad) * inverse
 
         grads = map_gradients(unscale, grads)
         params, inner = run_update(api_name, "tx", skipping, grads, state.inner, params, donate=donate)

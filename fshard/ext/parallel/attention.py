@@ -14,6 +14,7 @@ and results are [B, H, T, D]; the log-sum-exp of each query's scores is [B, H, T
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ import torch
 import fshard as fs
 from fshard.ext import _compat
 from fshard.ext.parallel.custom_call import custom_call
-from fshard.extend import Range, check_arguments, check_axis, check_flags, describe, expect
+from fshard.extend import Range, check_arguments, check_axis, check_flags, describe, expect, widen
 
 Tensors = Sequence[torch.Tensor]
 
@@ -103,16 +104,24 @@ def ring_attention(
     ring = _Ring(axis, is_causal, is_zigzag and axis.size > 1, scale)
     # Ranks compare it. Messages of other shapes would have other sizes.
     options = f"is_causal={is_causal}, order={order!r}, scale={scale:.6g}"
-    (out,) = custom_call(
-        ring.forward,
-        ring.backward,
-        [q, k, v],
-        f"{api_name}({options}) of {q.dtype} {tuple(q.shape)} and {tuple(v.shape)}",
-        axis,
-        plain=ring.run_plain,
-        remedy="take second derivatives by torch.func",
-    )
+    with _without_autocast(q):
+        (out,) = custom_call(
+            ring.forward,
+            ring.backward,
+            [q, k, v],
+            f"{api_name}({options}) of {q.dtype} {tuple(q.shape)} and {tuple(v.shape)}",
+            axis,
+            plain=ring.run_plain,
+            remedy="take second derivatives by torch.func",
+        )
     return out
+
+
+def _without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Compute in the dtypes of operands, as fused kernels do. Autocast would narrow scores that are kept in float32."""
+    device_type = tensor.device.type
+    is_on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if is_on else nullcontext()
 
 
 class _Block(NamedTuple):
@@ -176,16 +185,15 @@ class _Ring(NamedTuple):
         """Compute the result from the keys of all ranks, by operations that are differentiable to any order."""
         q, k, v = tensors
         keys, values = fs.all_gather((k, v), self.axis, dim=2)
-        dtype = torch.promote_types(q.dtype, torch.float32)
         # [B, H, T, D] @ [B, H, D, T * ranks] -> [B, H, T, T * ranks]
-        scores = q.to(dtype) @ keys.to(dtype).mT * self.scale
+        scores = widen(q) @ widen(keys).mT * self.scale
         if self.is_causal:
             size = self.axis.size
             positions = _list_positions(keys.shape[2], size, self.is_zigzag)
             key_positions = positions.to(q.device)
             query_positions = key_positions.chunk(size)[fs.comm.rank(self.axis)]
             scores = scores.masked_fill(key_positions > query_positions[:, None], -math.inf)
-        out = scores.softmax(-1) @ values.to(dtype)
+        out = scores.softmax(-1) @ widen(values)
         return [out.to(q.dtype)]
 
     def forward(self, tensors: Tensors) -> tuple[Tensors, Tensors]:
@@ -233,8 +241,7 @@ class _Ring(NamedTuple):
             keys = list(zip(*map(self.cut, of_keys), strict=True))
             self._add_gradients(self.blocks(step % size), queries, keys)
             del current_k, current_v, of_keys, keys
-        totals = dq, dk, dv
-        return [total.to(x.dtype) for total, x in zip(totals, qkv, strict=True)]
+        return [total.to(x.dtype) for total, x in zip((dq, dk, dv), qkv, strict=True)]
 
     def _add_gradients(self, blocks: Sequence[_Block], queries: Sequence[Tensors], keys: Sequence[Tensors]) -> None:
         """Add to the sums of gradients, in place.
@@ -248,7 +255,8 @@ class _Ring(NamedTuple):
         for i, j, is_causal in blocks:
             grad, query, out, logs, query_sum = queries[i]
             key, value, key_sum, value_sum = keys[j]
-            dq, dk, dv = attend_backward(grad, query, key, value, out, logs, is_causal, self.scale)
+            with _without_autocast(grad):
+                dq, dk, dv = attend_backward(grad, query, key, value, out, logs, is_causal, self.scale)
             query_sum.add_(dq)
             key_sum.add_(dk)
             value_sum.add_(dv)
@@ -368,7 +376,9 @@ def _check_four_dims(api_name: str, **tensors: Any) -> None:
 
 def _check_tensors(api_name: str, q: Any, k: Any, v: Any) -> None:
     _check_four_dims(api_name, q=q, k=k, v=v)
-    expect(q.shape[2] > 0, api_name, "a size of dim 2, the time, of 1 or more on every rank", "0")
+    # Kernels divide by these sizes.
+    expected = "sizes of heads, time and head dim of 1 or more on every rank"
+    expect(all(q.shape[1:]), api_name, expected, str(tuple(q.shape)))
     v_shape = *q.shape[:-1], v.shape[-1]
     for name, tensor, shape in (("k", k, q.shape), ("v", v, v_shape)):
         fits = tensor.shape == shape and tensor.dtype == q.dtype
@@ -456,7 +466,7 @@ def _scores(
     scale: float,
 ) -> Iterator[tuple[Any, Any]]:
     """Yield some queries at a time, at least as wide as float32, and their scores."""
-    k = k.to(torch.promote_types(k.dtype, torch.float32))
+    k = widen(k)
     for number, rows in enumerate(q.split(ROWS, 2)):
         rows = rows.to(k.dtype)
         # [B, H, rows, D] @ [B, H, D, T] -> [B, H, rows, T]

@@ -1,7 +1,6 @@
 """custom_call: a function of tensors with a backward of its own, both of which communicate."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ def custom_call(
     axis: fs.Axis,
     *,
     plain: Callable[[Tensors], Tensors] | None = None,
-    remedy: str = "",
+    remedy: str,
 ) -> list[torch.Tensor]:
     """Call a function of tensors whose forward and backward both communicate, on the tape of the call that runs.
 
@@ -73,7 +72,7 @@ def custom_call(
         if unsupported:
             raise ValueError(
                 f"{api_name} supports first derivatives by value_and_grad or backward() only, and was used under "
-                f"torch.func, in a jvp or in a second derivative{remedy and '; '}{remedy}"
+                f"torch.func, in a jvp or in a second derivative; {remedy}"
             )
 
     def run_backward(saved: Any, grads: Tensors) -> Sequence[torch.Tensor | None]:
@@ -84,8 +83,11 @@ def custom_call(
         refuse_if(plain is None)
         return list(plain(tensors))  # type: ignore[misc]
     variance = Variance(api_name, (axis,), operand=True, result=True)
-    call = partial(_CustomCall.apply, forward, run_backward, variance)
-    return run_on_tape(lambda tensors: list(call(*tensors)), tensors, axis)
+    return run_on_tape(
+        lambda tensors: list(_CustomCall.apply(forward, run_backward, variance, *tensors)),
+        tensors,
+        axis,
+    )
 
 
 def differentiate(

@@ -19,6 +19,7 @@ from fshard.extend import (
     describe,
     expect,
     is_tracing,
+    widen,
 )
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -201,8 +202,7 @@ def _local_logits(h: torch.Tensor, weight: torch.Tensor | None, rows: int) -> to
     """Compute the logits of the first rows of this rank, in float32 at least."""
     if weight is not None:
         h = F.linear(h, weight[:rows])
-    logits = h[..., :rows]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = widen(h[..., :rows])
     if not rows:
         # The exponential of minus infinity adds nothing to those of other ranks.
         return F.pad(logits, (0, 1), value=float("-inf"))

@@ -153,6 +153,24 @@ def test_sums_of_narrow_gradients_travel_wide():
 
 
 @on_ranks(2)
+def test_autocast_narrows_no_scores():
+    """Whether the backward is inside of it too; where the kernel is fused, and where it is not."""
+    ring = partial(fs.ring_attention, axis=fs.axis_of(cp_mesh()), is_causal=True)
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+
+    def ring_in_autocast(*qkv):
+        with autocast():
+            return ring(*qkv)
+
+    for v_dim in (HEAD, 3):
+        *qkv, cotangent = at_places(whole(8, v_dim=v_dim, dtype=torch.float32), slice(4))
+        expected = differentiated(ring, qkv, cotangent)
+        assert_trees_close(differentiated(ring_in_autocast, qkv, cotangent), expected, exact=True)
+        with autocast():
+            assert_trees_close(differentiated(ring, qkv, cotangent), expected, exact=True)
+
+
+@on_ranks(2)
 def test_ranks_are_told_the_same():
     """Another order on another rank would go unnoticed: the same is sent."""
     axis, q = fs.axis_of(cp_mesh()), whole(4)[0]
@@ -184,6 +202,12 @@ def test_bad_arguments():
     for call, text in (
         (partial(fs.ring_attention, q[0], k, v, axis), "q to be a floating tensor (batch, heads, time, head dim), got"),
         (partial(fs.ring_attention, q, k[:, :4], v, axis), f"ring_attention: expected {fits}; repeat heads that"),
+        # A kernel would divide by the number of heads, and end the process.
+        (
+            partial(fs.ring_attention, *[q[:, :0]] * 3, axis),
+            "sizes of heads, time and head dim of 1 or more on every rank, got (2, 0, 3, 4)",
+        ),
+        (partial(fs.ring_attention, *[q[..., :0]] * 3, axis), "of 1 or more on every rank, got (2, 8, 3, 0)"),
         (
             partial(ring, order="zigzag"),
             "an even size of dim 2, the time, whose halves are the chunks in 'zigzag' order",
