@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 import fshard as fs
-from fshard.extend import NUMBER, check_arguments, check_axis, describe, expect, is_tracing
+from fshard.extend import NUMBER, check_arguments, check_axis, describe, expect, is_tracing, widen
 
 __all__ = ["Routing", "Sent", "combine", "dispatch", "load_balance", "route", "z_loss"]
 
@@ -53,7 +53,7 @@ class Sent(NamedTuple):
 
     Attributes:
         routing: The routing.
-        axis: The mesh axis.
+        axis: The mesh axis, of size 1 if there was none.
         places: The place of each choice's row among those that this rank sent. The first choices of all tokens come
             before the second ones.
         capacity: How many rows each expert took from this rank; None means all.
@@ -68,7 +68,7 @@ class Sent(NamedTuple):
     """
 
     routing: Routing
-    axis: fs.Axis | None
+    axis: fs.Axis
     places: torch.Tensor
     capacity: int | None = None
     received: tuple[torch.Tensor, list[int], list[int]] | None = None
@@ -155,10 +155,10 @@ def dispatch(
     is_matrix = tokens.dim() == 2 and len(tokens) == rows_count
     expect(is_matrix, api_name, f"tokens of shape ({rows_count}, width), as routed", describe(tokens))
     experts_count = routing.probs.shape[-1]
-    if axis is not None:
-        check_axis(api_name, axis)
-        expected = f"a multiple of {axis.size} experts, one block for each rank"
-        expect(experts_count % axis.size == 0, api_name, expected, str(experts_count))
+    axis = axis or fs.Axis("", 1, "")
+    check_axis(api_name, axis)
+    expected = f"a multiple of {axis.size} experts, one block for each rank"
+    expect(experts_count % axis.size == 0, api_name, expected, str(experts_count))
     # [tokens, k] -> [k * tokens], the first choices of all tokens before the second ones
     choices = routing.experts.T.reshape(-1)
     rows = tokens.repeat(k, 1)
@@ -180,8 +180,7 @@ def dispatch(
     slots = slots.index_add(0, places, rows)[:-1]
     # [experts * capacity, width] -> [experts, capacity, width]
     slots = slots.unflatten(0, (experts_count, capacity))
-    if axis is not None:
-        slots = fs.all_to_all(slots, axis, split_dim=0, concat_dim=1)
+    slots = fs.all_to_all(slots, axis, split_dim=0, concat_dim=1)
     return slots, Sent(routing, axis, places, capacity)
 
 
@@ -189,16 +188,13 @@ def _send_all(
     rows: torch.Tensor,
     choices: torch.Tensor,
     routing: Routing,
-    axis: fs.Axis | None,
+    axis: fs.Axis,
 ) -> tuple[Sequence[torch.Tensor], Sent]:
     """Send every row to the rank of its expert, and group those that arrive by expert."""
     order = choices.argsort(stable=True)
     rows = rows[order]
     places = order.argsort()
     counts = choices.bincount(minlength=routing.probs.shape[-1])
-    if axis is None:
-        sizes = counts.tolist()
-        return rows.split(sizes), Sent(routing, axis, places)
     arriving = fs.all_to_all(counts, axis, split_dim=0, concat_dim=0)
     # [experts] -> [ranks, experts of a rank]
     by_rank = (axis.size, -1)
@@ -219,11 +215,14 @@ def combine(rows: Iterable[torch.Tensor], sent: Sent) -> torch.Tensor:
     """Send the outputs of experts back to their tokens, and add them up, multiplied by their weights.
 
     Args:
-        rows: The outputs of each expert of this rank, as many as `dispatch` returned.
+        rows: The outputs of each expert of this rank, as many as `dispatch` returned, or one tensor of all of them.
         sent: The second value that `dispatch` returned.
 
     Returns:
         One row for each token, (tokens, width of the outputs).
+
+    Raises:
+        ValueError: if there is not one output for each row.
 
     >>> import torch, fshard as fs
     >>> routing = fs.moe.route(torch.tensor([[0.25, 0.75], [0.5, 0.5]]).log(), k=2)
@@ -232,23 +231,29 @@ def combine(rows: Iterable[torch.Tensor], sent: Sent) -> torch.Tensor:
     tensor([[ 77.5000],
             [110.0000]])
     """
-    axis = sent.axis
-    if sent.capacity is not None:
-        slots = rows if isinstance(rows, torch.Tensor) else torch.stack(list(rows))
-        if axis is not None:
-            slots = fs.all_to_all(slots, axis, split_dim=1, concat_dim=0)
+    join = torch.stack if sent.received is None else torch.cat
+    outputs = rows if isinstance(rows, torch.Tensor) else join(list(rows))
+    if sent.received is None:
+        slots = fs.all_to_all(outputs, sent.axis, split_dim=1, concat_dim=0)
+        _check_outputs(slots, (sent.routing.probs.shape[-1], sent.capacity))
         # [experts, capacity, width] -> [experts * capacity + 1, width]; the last row, of dropped choices, is zero
         dropped = slots.new_zeros(1, slots.shape[-1])
         back = torch.cat([slots.flatten(0, 1), dropped])
     else:
-        back = torch.cat(list(rows))
-        if axis is not None and sent.received is not None:
-            grouping, send, receive = sent.received
-            back = fs.ragged_all_to_all(back[grouping.argsort()], axis, receive, send)
+        grouping, send, receive = sent.received
+        _check_outputs(outputs, grouping.shape)
+        back = fs.ragged_all_to_all(outputs[grouping.argsort()], sent.axis, receive, send)
     weights = sent.routing.weights.T
     # [k * tokens, width] -> [k, tokens, width]
-    outputs = back[sent.places].unflatten(0, weights.shape)
-    return (outputs * weights[:, :, None]).sum(0)
+    chosen = back[sent.places].unflatten(0, weights.shape)
+    weighted = chosen * weights[:, :, None]
+    return weighted.sum(0)
+
+
+def _check_outputs(outputs: torch.Tensor, sizes: Sequence[int | None]) -> None:
+    """Refuse outputs that are not one for each row, which would reach other tokens."""
+    expected = f"outputs of shape {tuple(sizes)} and a width, one for each row of dispatch"
+    expect(outputs.shape[:-1] == sizes, "moe.combine", expected, describe(outputs))
 
 
 def load_balance(routing: Routing, axes: Sequence[fs.Axis] = ()) -> torch.Tensor:
@@ -270,7 +275,8 @@ def load_balance(routing: Routing, axes: Sequence[fs.Axis] = ()) -> torch.Tensor
     >>> fs.moe.load_balance(fs.moe.route(even)), fs.moe.load_balance(fs.moe.route(uneven))
     (tensor(1.), tensor(2.))
     """
-    probs = _widen(routing.probs)
+    # Counts and sums over tokens pass 65,504, the largest number of float16.
+    probs = widen(routing.probs)
     experts_count = probs.shape[-1]
     # [tokens, k] -> [tokens * k, experts]
     choices = routing.experts.reshape(-1, 1)
@@ -297,10 +303,5 @@ def z_loss(logits: torch.Tensor) -> torch.Tensor:
     >>> fs.moe.z_loss(torch.zeros(3, 4)), torch.tensor(4.0).log().square()
     (tensor(1.9218), tensor(1.9218))
     """
-    squares = _widen(logits).logsumexp(-1).square()
+    squares = widen(logits).logsumexp(-1).square()
     return squares.sum() / max(len(logits), 1)
-
-
-def _widen(values: torch.Tensor) -> torch.Tensor:
-    """Cast to float32 at least: counts and sums over tokens pass 65,504, the largest number of float16."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -213,10 +213,8 @@ class _Layer(NamedTuple):
         ranks = self.axis.size
         expected = f"size of dim {self.dim} to be a multiple of {ranks}, the ranks of {self.axis.name!r}"
         expect(size % ranks == 0, API_NAME, expected, f"{size}", "pad the dim")
-        piece_size = size // ranks
-        start = fs.axis_index(self.axis) * piece_size
-        varying = fs.pcast(x, self.axis, to="varying")
-        return varying.narrow(self.dim, start, piece_size)
+        pieces = fs.pcast(x, self.axis, to="varying").chunk(ranks, self.dim)
+        return pieces[fs.axis_index(self.axis)]
 
     def run_column(self, x: torch.Tensor) -> torch.Tensor:
         if not self.is_inside:

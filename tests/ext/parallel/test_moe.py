@@ -177,6 +177,19 @@ def test_bad_arguments_are_refused():
                 call()
 
 
+@pytest.mark.parametrize("capacity", [None, 2])
+def test_outputs_are_one_for_each_row(capacity):
+    """In one tensor or several. Others would reach other tokens, or none."""
+    rows, sent = fs.moe.dispatch(data()[0][:4], fs.moe.route(torch.eye(4).double()), capacity=capacity)
+    join = torch.cat if capacity is None else torch.stack
+    expected = fs.moe.combine(list(rows), sent)
+    assert_trees_close(fs.moe.combine(join(list(rows)), sent), expected, exact=True)
+    shape = (4,) if capacity is None else (4, 2)
+    for wrong in ([*rows, rows[0]], [row[:1] for row in rows[:3]], [row.flatten() for row in rows]):
+        with pytest.raises(ValueError, match=re.escape(f"moe.combine: expected outputs of shape {shape} and a width")):
+            fs.moe.combine(wrong, sent)
+
+
 def test_a_checkpoint_that_saves_topk_keeps_the_choice_of_experts():
     """Two experts are as good, but for a last bit that is another when the layer is computed again."""
     draw, times = normal(9), itertools.count()
