@@ -320,6 +320,25 @@ def test_a_file_that_was_edited_while_the_program_ran_is_not_trusted(tmp_path, m
     assert not files_in(tmp_path)
 
 
+def test_a_hard_link_to_an_installed_file_does_not_change_it(tmp_path, monkeypatch):
+    """An installer that links files of one environment into another does; what it replaces has another directory."""
+    package = tmp_path / "installed"
+    package.mkdir()
+    path = package / "library.py"
+    path.write_text("")
+    monkeypatch.setattr(identity, "_INSTALLED", (str(package),))
+    for changed in (path, package):
+        os.utime(changed, (1.0, 1.0))
+    monkeypatch.setattr(identity, "find_process_start", lambda: 2.0)
+    os.link(path, tmp_path / "linked.py")
+    assert not identity.find_late_changes([str(path)])
+    new = package / "new.py"
+    new.write_text("")
+    os.utime(new, (1.0, 1.0))
+    new.replace(path)
+    assert identity.find_late_changes([str(path)]) == [str(path)]
+
+
 def test_other_files_of_source_are_traced_again(tmp_path, monkeypatch):
     """Those that are new, edited or gone."""
     path = tmp_path / "helper_of_a_step.py"

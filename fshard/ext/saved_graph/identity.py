@@ -219,8 +219,17 @@ def _digest_file(path: str) -> str:
 def find_late_changes(sources: Iterable[str]) -> list[str]:
     """List the files that were changed after this process had started, which may run the code from before."""
     start = find_process_start()
-    # The time of the last change of a file cannot be set by copying or extracting it, as the time of its content can.
-    return [path for path in sources if os.stat(path).st_ctime >= start]
+    return [path for path in sources if _find_last_change(path) >= start]
+
+
+def _find_last_change(path: str) -> float:
+    """Find when a file was changed last, in seconds since 1970."""
+    status = os.stat(path)
+    if _is_installed(path):
+        # Whoever makes another environment of hard links, as uv does, changes the time of the file itself.
+        return max(status.st_mtime, os.stat(Path(path).parent).st_mtime)
+    # Copying or extracting a file cannot set this time, as it can that of the content.
+    return status.st_ctime
 
 
 def find_process_start() -> float:
