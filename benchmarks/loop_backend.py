@@ -202,10 +202,12 @@ def start(ranks: int, device: str) -> None:
     for name, kind in (("loop", "cpu"), ("loopx", device)):
         dist.Backend.register_backend(name, lambda store, rank, size, timeout: Loop(rank, size), devices=[kind])
     dist.init_process_group(f"cpu:loop,{device}:loopx", store=dist.HashStore(), rank=0, world_size=ranks)
+    from fshard import _compat
     from fshard.comm import Meeting
 
     def agree(self: Meeting, text: str, merge: Callable[[Sequence[str]], str], look: Callable[[], object]) -> str:
         """Answer for all ranks."""
+        self.client = _compat.StoreClient(self.store)
         return merge([text] * len(self.ranks))
 
     Meeting.agree = agree
