@@ -212,15 +212,13 @@ def _make_strategy(
         _check_layout(api_name, layout, min_shard_elements)
     if regather_axis is not None:
         _check_regather_axis(api_name, layout, regather_axis)
-    if bucket_bytes is None:
-        # By the mesh axis whose backend needs the largest messages.
-        bucket_bytes = max(map(_bytes_over, layout.axes), default=0)
     policy = ReshardPolicy(
         # A list cannot be hashed.
         regather=tuple(regather) if isinstance(regather, list) else regather,
         regather_axis=regather_axis,
         prefetch=prefetch,
-        bucket_bytes=bucket_bytes,
+        # By the mesh axis whose backend needs the largest messages.
+        bucket_bytes=max(map(_bytes_over, layout.axes), default=0) if bucket_bytes is None else bucket_bytes,
         reduce_each_microbatch=reduce_each_microbatch,
     )
     dtypes = ModelDtypes(param_dtype, output_dtype) if param_dtype or output_dtype else None
