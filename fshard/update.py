@@ -236,7 +236,7 @@ def _read_number(name: str, number: Any) -> str:
     if type(number) is torch.Tensor and number.is_cpu and not _compat.transforms_active():
         number = number.tolist()
     # CPUs of other models may round the last digits of a schedule in another way.
-    return f"{name}{number:.7g}" if isinstance(number, float | int) else ""
+    return f"{name}{number:.9g}" if isinstance(number, float | int) else ""
 
 
 def record_numbers(name: str, flat: Flat, numbers: Mapping[str, Any]) -> None:
