@@ -235,8 +235,10 @@ def _read_number(name: str, number: Any) -> str:
     """Write a number behind its name; nothing if it has no value, or one for which the host would wait."""
     if type(number) is torch.Tensor and number.is_cpu and not _compat.transforms_active():
         number = number.tolist()
-    # CPUs of other models may round the last digits of a schedule in another way.
-    return f"{name}{number:.9g}" if isinstance(number, float | int) else ""
+    if isinstance(number, float):
+        # CPUs of other models may round the last digits of a schedule in another way.
+        return f"{name}{number:.6g}"
+    return f"{name}{number}" if isinstance(number, int) else ""
 
 
 def record_numbers(name: str, flat: Flat, numbers: Mapping[str, Any]) -> None:
