@@ -9,7 +9,7 @@ import json
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import groupby
@@ -96,7 +96,7 @@ def publish(
     >>> import torch, fshard as fs
     >>> fs.publish({"w": torch.ones(2)}, [0])
     Traceback (most recent call last):
-    ValueError: publish: expected ranks to be other ranks of this job, got [0]; start all of them by one torchrun
+    ValueError: publish: expected ranks to be a list of other ranks of this job, got [0]; start all by one torchrun
     """
     peers = _Peers("publish", ranks, timeout)
     parts = _list_parts("publish", params, names or str)
@@ -147,7 +147,7 @@ def receive(like: Any, ranks: Sequence[int], *, timeout: float = TIMEOUT) -> tup
     >>> import torch, fshard as fs
     >>> fs.receive({"w": torch.ones(2)}, [0])
     Traceback (most recent call last):
-    ValueError: receive: expected ranks to be other ranks of this job, got [0]; start all of them by one torchrun
+    ValueError: receive: expected ranks to be a list of other ranks of this job, got [0]; start all by one torchrun
     """
     peers = _Peers("receive", ranks, timeout)
     check_tensors("receive", flatten(like))
@@ -258,12 +258,10 @@ class _Peers:
     """
 
     def __init__(self, api_name: str, ranks: Sequence[int], timeout: float) -> None:
-        others: set[int] = set()
-        if dist.is_initialized():
-            others = set(range(dist.get_world_size())) - {dist.get_rank()}
-        are_others = ranks and others.issuperset(ranks)
-        remedy = "start all of them by one torchrun"
-        expect(are_others, api_name, "ranks to be other ranks of this job", f"{ranks!r:.40}", remedy)
+        others = set(range(dist.get_world_size())) - {dist.get_rank()} if dist.is_initialized() else set()
+        are_others = isinstance(ranks, Iterable) and ranks and others.issuperset(ranks)
+        remedy = "start all by one torchrun"
+        expect(are_others, api_name, "ranks to be a list of other ranks of this job", f"{ranks!r:.40}", remedy)
         self._api_name = api_name
         self._ranks = ranks
         self._limit = timedelta(seconds=timeout)

@@ -75,6 +75,12 @@ def sent_bytes(monkeypatch):
     return sizes
 
 
+def test_ranks_that_are_no_list_are_refused():
+    for ranks in (1, None, []):
+        with pytest.raises(ValueError, match="publish: expected ranks to be a list of other ranks of this job"):
+            fs.publish(W, ranks)
+
+
 @on_ranks("2 processes")
 def test_messages_go_between_processors_whatever_the_default_device():
     with torch.device("meta"):
