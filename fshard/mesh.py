@@ -197,7 +197,7 @@ def axis_of(mesh: Mesh | Axis, name: str | None = None) -> Axis:
     names = tuple(mesh.mesh_dim_names or ())
     expect(name is not None or len(names) == 1, "mesh", "one axis", f"{names}", "name one, as in mesh['shard']")
     name = names[0] if name is None else name
-    expect(name in names, "mesh", f"axis to be one of {names}", f"{name!r:.40}", "name it in init_mesh, or pass another")
+    expect(name in names, "mesh", f"axis to be one of {names}", f"{name!r:.40}", "name it in init_mesh or pass another")
     if mesh.get_coordinate() is None:
         needed = f"one of the mesh's ranks {mesh.mesh.flatten().tolist()}"
         expect(False, "mesh", needed, f"rank {dist.get_rank()}", "call it on these alone")

@@ -30,7 +30,7 @@ def mesh_of(shape, device="cpu"):
 
 SIZES = "shape to be a mapping from names of axes to positive whole sizes, one of which may be -1"
 PRODUCT = "init_mesh: expected shape to have sizes whose product is 2, the number of ranks, got"
-NO_AXIS = "mesh: expected axis to be one of ('shard',), got 'data'; name it in init_mesh, or pass another"
+NO_AXIS = "mesh: expected axis to be one of ('shard',), got 'data'; name it in init_mesh or pass another"
 NO_MESH = "mesh: expected a DeviceMesh or an Axis, got a str; make one by fs.init_mesh"
 NO_DEVICE = "init_mesh: expected device to be one of ['cpu'], which torch finds here, got 'tpu'"
 NO_DTYPE = "cast: expected gather to be a floating torch.dtype such as torch.bfloat16, or None, got torch.int8"

@@ -79,7 +79,7 @@ DECIDED = (
     *((fs.ddp, name) for name in ("regather", "min_shard_elements", "layout")),
     *((fs.zero1, "regather"), (fs.zero2, "regather"), (fs.hsdp, "layout")),
 )
-NO_AXIS = "mesh: expected axis to be one of ('replicate', 'shard'), got 'node'; name it in init_mesh, or pass another"
+NO_AXIS = "mesh: expected axis to be one of ('replicate', 'shard'), got 'node'; name it in init_mesh or pass another"
 ARGUMENTS = [
     option(fs.hsdp, GRID, NO_AXIS, replicate_axis="node"),
     option(fs.hsdp, GRID, SMALLEST, min_shard_elements=-1),
