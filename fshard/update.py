@@ -2,7 +2,7 @@
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -493,14 +493,20 @@ def check_same_shards(flat: Flat, *columns: Sequence[Any]) -> None:
     Raises:
         ValueError: with the paths of the leaves.
     """
-    specs = attributes_of(flat.leaves, "spec")
-    shapes = attributes_of(flat.tensors, "shape")
     remedy = "pass gradients and a state of these parameters, and reshard them together, as a TrainState"
     for leaves in columns:
         # No line of Python runs for each of thousands, which mostly share spec objects.
-        are_same = all(map(operator.is_, attributes_of(leaves, "spec"), specs))
-        if not are_same or attributes_of(tensors_of(leaves), "shape") != shapes:
+        given = [leaf is not None for leaf in leaves]
+        shards = list(itertools.compress(leaves, given))
+        params = list(itertools.compress(flat.leaves, given))
+        are_same = all(map(operator.is_, attributes_of(shards, "spec"), attributes_of(params, "spec")))
+        if not are_same or not all(map(operator.eq, _list_shapes(shards), _list_shapes(params))):
             refuse("update: leaves do not fit the parameters", flat.problems(_describe_other_shard, leaves), remedy)
+
+
+def _list_shapes(leaves: Sequence[Any]) -> Iterator[Any]:
+    """List the shapes of shards, one at a time: the garbage collector counts them."""
+    return map(getattr, tensors_of(leaves), itertools.repeat("shape"), itertools.repeat(None))
 
 
 def _describe_other_shard(param: Any, leaf: Any) -> tuple[str, str] | None:
