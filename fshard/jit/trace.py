@@ -258,11 +258,9 @@ class _RefuseReads(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             raise ValueError("jit: a trace does not see that Tensor.data is assigned. Make a new tensor, or use copy_.")
-        if name in _UNTRACEABLE_METHODS:
-            caller = sys._getframe(1).f_code.co_filename
-            if is_users_file(caller):
-                raise ValueError(
-                    f"jit: Tensor.{name} needs the data or the memory of a tensor, which a trace does not have. "
-                    "Compute with tensors, or use their shapes and strides."
-                )
+        if name in _UNTRACEABLE_METHODS and is_users_file(sys._getframe(1).f_code.co_filename):
+            raise ValueError(
+                f"jit: Tensor.{name} needs the data or the memory of a tensor, which a trace does not have. Compute "
+                "with tensors, or use their shapes and strides."
+            )
         return func(*args, **(kwargs or {}))

@@ -190,7 +190,7 @@ def list_parts(directory: Path) -> list[SlotPart]:
     """List the parts of generations that are in the slots of a directory; slots without a whole part are left out."""
     parts = []
     for path in directory.glob(SLOTS):
-        with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        with suppress(Exception):
             if not path.is_symlink():
                 parts.append(SlotPart(path))
     return parts

@@ -107,7 +107,8 @@ def write_file(path: Path, content: bytes) -> None:
         draft.replace(path)
     except OSError as error:
         draft.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, f"{path}") from error
+        error.filename = f"{path}"
+        raise
 
 
 def read_file(path: Path) -> SavedGraph:

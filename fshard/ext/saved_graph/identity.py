@@ -26,18 +26,22 @@ from fshard.extend import Jitted, Mesh, files, is_users_file, read_environment
 
 _INSTALLED = tuple(map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
 # What tells one piece of code from another, but for its place in a file.
-_OF_CODE = (
-    *("co_code", "co_consts", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_flags"),
-    *("co_exceptiontable", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount"),
-)
+_OF_CODE = """
+    co_code co_consts co_names co_varnames co_freevars co_cellvars co_flags
+    co_exceptiontable co_argcount co_posonlyargcount co_kwonlyargcount
+"""
 # Attributes of what is known by its name, or is made of functions and of what these are bound to.
-_OF_NAMED = (
-    *("__module__", "__qualname__", "__name__", "__self__", "__func__", "fget", "fset", "fdel", "func"),
-    "__wrapped__",
-)
+_OF_NAMED = "__module__ __qualname__ __name__ __self__ __func__ __wrapped__ fget fset fdel func"
 _NAMED = (
-    *(types.BuiltinFunctionType, types.MethodType, types.GetSetDescriptorType, types.MemberDescriptorType),
-    *(property, classmethod, staticmethod, functools.cached_property, type(functools.cache(len))),
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    property,
+    classmethod,
+    staticmethod,
+    functools.cached_property,
+    type(functools.cache(len)),
 )
 # What a class has for Python itself, and pickle refuses.
 _OF_PYTHON = ("_abc_impl", "__annotations__")
@@ -154,7 +158,7 @@ _PARTS: Mapping[type, Callable[[Any], Any]] = MappingProxyType(
     {
         type: _take_class_apart,
         types.FunctionType: _take_function_apart,
-        types.CodeType: attrgetter(*_OF_CODE),
+        types.CodeType: attrgetter(*_OF_CODE.split()),
         # A cell is empty before the variable is assigned.
         types.CellType: lambda cell: [cell.cell_contents] if cell != types.CellType() else [],
         MappingProxyType: dict,
@@ -164,7 +168,7 @@ _PARTS: Mapping[type, Callable[[Any], Any]] = MappingProxyType(
         torch.Tensor: lambda x: [*x.shape, *x.stride(), x.dtype, x.device, x.requires_grad],
         Jitted: attrgetter("_f", "_donate_argnums", "_static_argnums", "_static_argnames", "backend", "passes"),
         Mesh: lambda mesh: [mesh.mesh.tolist(), mesh.mesh_dim_names, mesh.device_type],
-        **dict.fromkeys(_NAMED, lambda value: [getattr(value, name, None) for name in _OF_NAMED]),
+        **dict.fromkeys(_NAMED, lambda value: [getattr(value, name, None) for name in _OF_NAMED.split()]),
     }
 )
 

@@ -166,10 +166,10 @@ LISTED: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 
 # Python's own functions on numbers, which a graph has where a size is known only as it runs.
-_ON_TWO_NUMBERS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+_ON_TWO_NUMBERS = "add sub mul truediv floordiv mod pow"
 ON_NUMBERS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
-        **{name: getattr(operator, name) for name in _ON_TWO_NUMBERS},
+        **{name: getattr(operator, name) for name in _ON_TWO_NUMBERS.split()},
         "neg": operator.neg,
         "sqrt": math.sqrt,
     }
@@ -199,7 +199,7 @@ def find_operator(name: str) -> Operator | None:
         The operator; None where no file may name it, or this torch has none of that name.
     """
     if name in ON_NUMBERS:
-        parameters = "Scalar a, Scalar b" if name in _ON_TWO_NUMBERS else "Scalar a"
+        parameters = "Scalar a, Scalar b" if name in _ON_TWO_NUMBERS.split() else "Scalar a"
         return Operator(ON_NUMBERS[name], _compat.parse_schema(f"{name}({parameters}) -> Scalar"))
     namespace, _, rest = name.partition(".")
     packet_name, _, overload = rest.partition(".")
