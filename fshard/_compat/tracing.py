@@ -24,12 +24,12 @@ from fshard._compat.layouts import DECOMPOSITIONS, RESHAPES, correct_strides
 # Checked on 2.13.
 WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
 # Operators that torch has functions for, which read their arguments without a schema. Checked on 2.13.
-_WITH_FUNCTIONS = """
-    _scaled_dot_product_flash_attention_for_cpu.default add.Tensor addmm.default as_strided.default bmm.default
-    cat.default clone.default copy_.default embedding.default gelu.default mm.default mul.Tensor
-    native_layer_norm.default permute.default relu.default split_with_sizes.default stack.default sum.dim_IntList
-    t.default tanh.default transpose.int unbind.int
-"""
+_WITH_FUNCTIONS = (
+    "_scaled_dot_product_flash_attention_for_cpu.default add.Tensor addmm.default as_strided.default bmm.default",
+    "cat.default clone.default copy_.default embedding.default gelu.default mm.default mul.Tensor",
+    "native_layer_norm.default permute.default relu.default split_with_sizes.default stack.default sum.dim_IntList",
+    "t.default tanh.default transpose.int unbind.int",
+)
 # Operators that tell a trace in which range a symbol is.
 _RANGES_OF_SYMBOLS = (torch.ops.aten.sym_constrain_range, torch.ops.aten.sym_constrain_range_for_size)
 # How the names of operators begin that do with each entry of lists what they would do with it alone: torch's family
@@ -53,7 +53,10 @@ _PYTHON_FUNCTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         # Some kernels lay their results out otherwise than a trace knows, and no view of the traced shape fits these.
         # The eager program called reshape, which copies them.
         torch.ops.aten.view.default: torch.Tensor.reshape,
-        **{attrgetter(name)(torch.ops.aten): _function_of(name.partition(".")[0]) for name in _WITH_FUNCTIONS.split()},
+        **{
+            attrgetter(name)(torch.ops.aten): _function_of(name.partition(".")[0])
+            for name in " ".join(_WITH_FUNCTIONS).split()
+        },
     }
 )
 
