@@ -16,6 +16,7 @@ from fshard.extend import (
     describe,
     differentiate,
     expect,
+    is_differentiated,
     record_on_tape,
     without_saved_tensor_hooks,
 )
@@ -102,8 +103,7 @@ def chunked_loss(
     targets_of_chunks = targets.flatten().chunk(chunks)
     tensors = [rows, *full_head]
     is_transformed = any(map(_compat.is_transformed, tensors)) or any_dual(tensors)
-    requires_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if requires_grad and not is_transformed:
+    if any(map(is_differentiated, tensors)) and not is_transformed:
         with without_saved_tensor_hooks():
             return _ChunkedLoss.apply(chunk_loss, targets_of_chunks, dtype, *tensors)
     if is_transformed:
@@ -169,8 +169,7 @@ class _ChunkedLoss(Function):
 def _sum_pairs(pairs: Sequence[Pair]) -> Pair:
     totals, counts = zip(*pairs, strict=True)
     # Of half precision, torch adds up in float32 and rounds once.
-    tensors = [torch.as_tensor(total) for total in totals]
-    total = torch.stack(tensors).sum(0)
+    total = torch.stack([torch.as_tensor(total) for total in totals]).sum(0)
     return total, sum(counts)
 
 

@@ -202,11 +202,11 @@ def adafactor(
     def update(grads: Any, state: AdafactorState, params: Any) -> tuple[Any, Any]:
         steps, new_state = scaling.update(grads, state, params)
         rate = torch.as_tensor(read_rate(lr, state.updates), dtype=torch.float64)
-        stepped = take_with_gradient(params, steps)
-        param_norms, step_norms = stack_norms((stepped, steps), 2.0, reduction_order).chunk(2)
+        both = take_with_gradient(params, steps), steps
+        param_norms, step_norms = stack_norms(both, 2.0, reduction_order).chunk(2)
         # A norm is the root of a mean square times this root. For fills, the host does not wait for an accelerator.
         roots = [param_norms[:0]]
-        for leaf in leaves_of(stepped):
+        for leaf in leaves_of(steps):
             if leaf is not None:
                 roots.append(param_norms.new_full((1,), max(1, leaf.numel()) ** 0.5))
         root = torch.cat(roots)

@@ -353,9 +353,7 @@ def sgd(
         momentum: Any,
         *_dampening: Any,
     ) -> Any:
-        gained = grad
-        if is_set(dampening):
-            gained = grad * gain
+        gained = grad * gain if is_set(dampening) else grad
         new = add_multiple(gained, old, momentum)
         return add_multiple(grad, new, momentum) if nesterov else new, new
 

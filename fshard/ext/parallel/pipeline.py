@@ -294,7 +294,7 @@ class _PipelineCall:
         loss, *counts = (value.to(dtype) for value, dtype in zip(values, self.dtypes, strict=True))
         if arguments.reduce == "mean":
             loss = loss / arguments.microbatches
-        return [loss, *(count.detach() for count in counts)]
+        return [loss, *counts]
 
     def zero_sums(self) -> list[torch.Tensor]:
         """Make the part of the loss, and of the count, of a stage that is not the last."""
