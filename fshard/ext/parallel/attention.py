@@ -14,7 +14,7 @@ and results are [B, H, T, D]; the log-sum-exp of each query's scores is [B, H, T
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -104,7 +104,10 @@ def ring_attention(
     ring = _Ring(axis, is_causal, is_zigzag and axis.size > 1, scale)
     # Ranks compare it. Messages of other shapes would have other sizes.
     options = f"is_causal={is_causal}, order={order!r}, scale={scale:.6g}"
-    with _without_autocast(q):
+    device_type = q.device.type
+    is_on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    # Scores are computed in float32 at least, as in fused kernels.
+    with torch.autocast(device_type, enabled=False) if is_on else nullcontext():
         (out,) = custom_call(
             ring.forward,
             ring.backward,
@@ -115,13 +118,6 @@ def ring_attention(
             remedy="take second derivatives by torch.func",
         )
     return out
-
-
-def _without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Compute in the dtypes of operands, as fused kernels do. Autocast would narrow scores that are kept in float32."""
-    device_type = tensor.device.type
-    is_on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
-    return torch.autocast(device_type, enabled=False) if is_on else nullcontext()
 
 
 class _Block(NamedTuple):
@@ -255,8 +251,7 @@ class _Ring(NamedTuple):
         for i, j, is_causal in blocks:
             grad, query, out, logs, query_sum = queries[i]
             key, value, key_sum, value_sum = keys[j]
-            with _without_autocast(grad):
-                dq, dk, dv = attend_backward(grad, query, key, value, out, logs, is_causal, self.scale)
+            dq, dk, dv = attend_backward(grad, query, key, value, out, logs, is_causal, self.scale)
             query_sum.add_(dq)
             key_sum.add_(dk)
             value_sum.add_(dv)

@@ -53,7 +53,7 @@ class Sent(NamedTuple):
 
     Attributes:
         routing: The routing.
-        axis: The mesh axis, of size 1 if there was none.
+        axis: The mesh axis.
         places: The place of each choice's row among those that this rank sent. The first choices of all tokens come
             before the second ones.
         capacity: How many rows each expert took from this rank; None means all.
@@ -68,7 +68,7 @@ class Sent(NamedTuple):
     """
 
     routing: Routing
-    axis: fs.Axis
+    axis: fs.Axis | None
     places: torch.Tensor
     capacity: int | None = None
     received: tuple[torch.Tensor, list[int], list[int]] | None = None
@@ -155,10 +155,10 @@ def dispatch(
     is_matrix = tokens.dim() == 2 and len(tokens) == rows_count
     expect(is_matrix, api_name, f"tokens of shape ({rows_count}, width), as routed", describe(tokens))
     experts_count = routing.probs.shape[-1]
-    axis = axis or fs.Axis("", 1, "")
-    check_axis(api_name, axis)
-    expected = f"a multiple of {axis.size} experts, one block for each rank"
-    expect(experts_count % axis.size == 0, api_name, expected, str(experts_count))
+    if axis is not None:
+        check_axis(api_name, axis)
+        expected = f"a multiple of {axis.size} experts, one block for each rank"
+        expect(experts_count % axis.size == 0, api_name, expected, str(experts_count))
     # [tokens, k] -> [k * tokens], the first choices of all tokens before the second ones
     choices = routing.experts.T.reshape(-1)
     rows = tokens.repeat(k, 1)
@@ -175,12 +175,12 @@ def dispatch(
     # Choices without room all go to one row behind the others.
     dropped = experts_count * capacity
     places = torch.where(before < capacity, choices * capacity + before, dropped)
-    width = rows.shape[1]
-    slots = rows.new_zeros(dropped + 1, width)
+    slots = rows.new_zeros(dropped + 1, tokens.shape[1])
     slots = slots.index_add(0, places, rows)[:-1]
     # [experts * capacity, width] -> [experts, capacity, width]
     slots = slots.unflatten(0, (experts_count, capacity))
-    slots = fs.all_to_all(slots, axis, split_dim=0, concat_dim=1)
+    if axis is not None:
+        slots = fs.all_to_all(slots, axis, split_dim=0, concat_dim=1)
     return slots, Sent(routing, axis, places, capacity)
 
 
@@ -188,13 +188,16 @@ def _send_all(
     rows: torch.Tensor,
     choices: torch.Tensor,
     routing: Routing,
-    axis: fs.Axis,
+    axis: fs.Axis | None,
 ) -> tuple[Sequence[torch.Tensor], Sent]:
     """Send every row to the rank of its expert, and group those that arrive by expert."""
     order = choices.argsort(stable=True)
     rows = rows[order]
     places = order.argsort()
     counts = choices.bincount(minlength=routing.probs.shape[-1])
+    if axis is None:
+        sizes = counts.tolist()
+        return rows.split(sizes), Sent(routing, axis, places)
     arriving = fs.all_to_all(counts, axis, split_dim=0, concat_dim=0)
     # [experts] -> [ranks, experts of a rank]
     by_rank = (axis.size, -1)
@@ -231,23 +234,26 @@ def combine(rows: Iterable[torch.Tensor], sent: Sent) -> torch.Tensor:
     tensor([[ 77.5000],
             [110.0000]])
     """
-    join = torch.stack if sent.received is None else torch.cat
-    outputs = rows if isinstance(rows, torch.Tensor) else join(list(rows))
-    if sent.received is None:
-        slots = fs.all_to_all(outputs, sent.axis, split_dim=1, concat_dim=0)
-        _check_outputs(slots, (sent.routing.probs.shape[-1], sent.capacity))
+    axis = sent.axis
+    join = torch.cat if sent.capacity is None else torch.stack
+    back = rows if isinstance(rows, torch.Tensor) else join(list(rows))
+    if sent.capacity is not None:
+        if axis is not None:
+            back = fs.all_to_all(back, axis, split_dim=1, concat_dim=0)
+        _check_outputs(back, (sent.routing.probs.shape[-1], sent.capacity))
         # [experts, capacity, width] -> [experts * capacity + 1, width]; the last row, of dropped choices, is zero
-        dropped = slots.new_zeros(1, slots.shape[-1])
-        back = torch.cat([slots.flatten(0, 1), dropped])
+        dropped = back.new_zeros(1, back.shape[-1])
+        back = torch.cat([back.flatten(0, 1), dropped])
+    elif axis is None or sent.received is None:
+        _check_outputs(back, sent.places.shape)
     else:
         grouping, send, receive = sent.received
-        _check_outputs(outputs, grouping.shape)
-        back = fs.ragged_all_to_all(outputs[grouping.argsort()], sent.axis, receive, send)
+        _check_outputs(back, grouping.shape)
+        back = fs.ragged_all_to_all(back[grouping.argsort()], axis, receive, send)
     weights = sent.routing.weights.T
     # [k * tokens, width] -> [k, tokens, width]
     chosen = back[sent.places].unflatten(0, weights.shape)
-    weighted = chosen * weights[:, :, None]
-    return weighted.sum(0)
+    return (chosen * weights[:, :, None]).sum(0)
 
 
 def _check_outputs(outputs: torch.Tensor, sizes: Sequence[int | None]) -> None:
