@@ -454,10 +454,10 @@ def _make_descent(lr: Rate, decay: Number = 0.0) -> fs.Optimizer:
 
     def update(grads: Any, state: DescentState, params: Any) -> tuple[Any, Any]:
         # An empty count stays empty, and so does a number. A state is donated as a whole, so that its count tells.
-        flat = flatten({"updates": state.updates, "params": params})
-        refuse_donated("sgd", flat)
+        given = flatten({"updates": state.updates, "params": params})
+        refuse_donated("sgd", given)
         rate = read_rate(lr, state.updates)
-        record_numbers("a step", flat, {"lr": rate, "weight_decay": decay})
+        record_numbers("a step", given, {"lr": rate, "weight_decay": decay})
         # A product, because a tensor without a sign has no negative.
         (params,) = leafwise(make_step(decay), grads, [params], numbers=(-1.0 * rate, 1 - rate * decay))
         return params, DescentState(state.updates + 1)
