@@ -320,7 +320,7 @@ def test_a_file_that_was_edited_while_the_program_ran_is_not_trusted(tmp_path, m
     assert not files_in(tmp_path)
 
 
-def test_a_hard_link_to_an_installed_file_does_not_change_it(tmp_path, monkeypatch):
+def test_neither_a_hard_link_nor_a_first_import_changes_an_installed_file(tmp_path, monkeypatch):
     """An installer that links files of one environment into another does; what it replaces has another directory."""
     package = tmp_path / "installed"
     package.mkdir()
@@ -332,10 +332,20 @@ def test_a_hard_link_to_an_installed_file_does_not_change_it(tmp_path, monkeypat
     monkeypatch.setattr(identity, "find_process_start", lambda: 2.0)
     os.link(path, tmp_path / "linked.py")
     assert not identity.find_late_changes([str(path)])
+    # The first import of a package makes a directory in it.
+    after_the_file = os.stat(path).st_ctime + 60
+    monkeypatch.setattr(identity, "find_process_start", lambda: after_the_file)
+    os.utime(package, (after_the_file, after_the_file))
+    assert not identity.find_late_changes([str(path)])
+    monkeypatch.setattr(identity, "find_process_start", lambda: 2.0)
+    os.utime(package, (1.0, 1.0))
     new = package / "new.py"
     new.write_text("")
     os.utime(new, (1.0, 1.0))
     new.replace(path)
+    assert identity.find_late_changes([str(path)]) == [str(path)]
+    os.utime(package, (1.0, 1.0))
+    path.write_text("edited")
     assert identity.find_late_changes([str(path)]) == [str(path)]
 
 

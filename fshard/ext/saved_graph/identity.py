@@ -230,8 +230,9 @@ def _find_last_change(path: str) -> float:
     """Find when a file was changed last, in seconds since 1970."""
     status = os.stat(path)
     if _is_installed(path):
-        # Whoever makes another environment of hard links, as uv does, changes the time of the file itself.
-        return max(status.st_mtime, os.stat(Path(path).parent).st_mtime)
+        # An installer that replaces a file by an old one, as uv does, changes its directory too. Hard links to the file
+        # that it makes elsewhere change only the file's time; the first import of a package, only the directory's.
+        return max(status.st_mtime, min(status.st_ctime, os.stat(Path(path).parent).st_mtime))
     # Copying or extracting a file cannot set this time, as it can that of the content.
     return status.st_ctime
 
