@@ -81,6 +81,11 @@ def factor_in_a_block():
     yield FACTOR
 
 
+@functools.singledispatch
+def dispatched_factor(x):
+    return FACTOR
+
+
 class Named:
     def a(self, x):
         return x
@@ -169,6 +174,7 @@ READERS = {
     "cached function": lambda x: x * cached_factor(),
     "function decorated by torch": lambda x: x * factor_without_gradient(),
     "function decorated by Python": lambda x: x * factor_in_a_block().__enter__(),
+    "function that dispatches": lambda x: x * dispatched_factor(x),
     "metaclass": lambda x: x * Scaled.factor,
 }
 OTHERS = ("global", "module", "text", "class", "base class", "method", "environment")

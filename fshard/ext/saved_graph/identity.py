@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
@@ -162,6 +163,8 @@ _PARTS: Mapping[type, Callable[[Any], Any]] = MappingProxyType(
         # A cell is empty before the variable is assigned.
         types.CellType: lambda cell: [cell.cell_contents] if cell != types.CellType() else [],
         MappingProxyType: dict,
+        # What functions that dispatch by types, and other caches, refer to.
+        weakref.ref: lambda reference: [reference()],
         types.ModuleType: attrgetter("__name__"),
         torch.dtype: lambda dtype: repr(dtype).encode(),
         # A graph that holds values of a tensor is not stored.
