@@ -149,6 +149,7 @@ CHANGES = {
     "donated argument": lambda number: fs.jit(with_default(0), donate_argnums=number - 1),
     "static argument": lambda number: fs.jit(with_default(0), static_argnums=number - 1),
     "pass": lambda number: fs.jit(with_default(0), passes=(fs.fit(number),)),
+    "function behind many others": lambda number: functools.reduce(lambda f, _: closing_over(f), range(999), number),
     "axis": lambda number: closing_over(fs.Axis("shard", number, "0")),
 }
 

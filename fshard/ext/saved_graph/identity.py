@@ -62,8 +62,11 @@ def compute_identity(values: Any, axes: Iterable[fs.Axis]) -> str:
     pickler = _Pickler(content, axes)
     try:
         pickler.dump(values)
+        for part in pickler.pending:
+            pickler.owner = part.__qualname__
+            pickler.dump(_take_class_apart(part) if isinstance(part, type) else _take_function_apart(part))
     except Exception as error:
-        raise TypeError(f"{error}, which was reached from {pickler.function}") from error
+        raise TypeError(f"{error}, which was reached from {pickler.owner}") from error
     return files.digest(content.getvalue())
 
 
@@ -71,14 +74,17 @@ class _Pickler(pickle.Pickler):
     """Writes values, each object once.
 
     Attributes:
-        function: The name of the last function that was taken apart.
+        owner: The name of the function or class that is taken apart.
+        pending: Functions and classes, which are taken apart one after another: a chain of them may be longer than
+            Python's stack.
     """
 
     def __init__(self, file: io.BytesIO, axes: Iterable[fs.Axis]) -> None:
         super().__init__(file, protocol=4)
         # Pickle would tell equal texts that are one object from those that are two.
         self.fast = True
-        self.function = "the arguments"
+        self.owner = "the arguments"
+        self.pending: list[Any] = []
         self._axes = list(axes)
         self._environment = read_environment()
         # The number of each object, and the object, so that no other takes its address.
@@ -99,8 +105,9 @@ class _Pickler(pickle.Pickler):
             return "axis", value.name, value.size, value.device_type, place
         if isinstance(value, set | frozenset):
             return "set", sorted(compute_identity(part, self._axes) for part in value)
-        if isinstance(value, types.FunctionType):
-            self.function = value.__qualname__
+        if isinstance(value, type | types.FunctionType):
+            self.pending.append(value)
+            return "pending"
         for kind, take_apart in _PARTS.items():
             if isinstance(value, kind):
                 return kind.__name__, take_apart(value)
@@ -157,8 +164,6 @@ def _list_names(code: types.CodeType) -> Iterator[str]:
 # What pickle does not take apart, or where it takes what a call changes or other processes name differently.
 _PARTS: Mapping[type, Callable[[Any], Any]] = MappingProxyType(
     {
-        type: _take_class_apart,
-        types.FunctionType: _take_function_apart,
         types.CodeType: attrgetter(*_OF_CODE.split()),
         # A cell is empty before the variable is assigned.
         types.CellType: lambda cell: [cell.cell_contents] if cell != types.CellType() else [],
