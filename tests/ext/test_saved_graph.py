@@ -3,6 +3,8 @@
 import math
 import re
 import resource
+import threading
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fshard as fs
+from fshard.ext.saved_graph.file import write_file
 from tests.forked_programs import run_on_ranks
 from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_same_bits, normal, one_axis
@@ -132,6 +135,23 @@ def test_a_write_that_fails_names_the_file_and_loses_nothing(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert_same_bits(fs.load_graph(tmp_path)(x), saved(x))
     assert [each for each in tmp_path.rglob("*") if each.is_file()] == [path]
+
+
+def test_two_threads_write_one_file(tmp_path, monkeypatch):
+    replace = Path.replace
+
+    def replace_after_another_thread(draft, path):
+        monkeypatch.setattr(Path, "replace", replace)
+        other = threading.Thread(target=write_file, args=(path, b"other"))
+        other.start()
+        other.join()
+        return replace(draft, path)
+
+    monkeypatch.setattr(Path, "replace", replace_after_another_thread)
+    path = tmp_path / FILE
+    write_file(path, b"last")
+    assert path.read_bytes() == b"last"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @on_ranks(2)

@@ -5,7 +5,7 @@ because the digest matches.
 """
 
 import json
-import os
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_origin, get_type_hints
@@ -101,7 +101,8 @@ def write_file(path: Path, content: bytes) -> None:
         OSError: if it cannot be written; the error names the path.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(f".{os.getpid()}")
+    # Threads have numbers that no other process has.
+    draft = path.with_suffix(f".{threading.get_native_id()}")
     try:
         draft.write_bytes(content)
         draft.replace(path)
