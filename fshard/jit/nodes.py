@@ -91,9 +91,12 @@ def is_random(node: Node) -> bool:
     may_draw = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     if not may_draw or getattr(node.target, "namespace", "") == ops.NAMESPACE:
         return False
-    # None stands for a default that is off, but native_dropout has no default of train, and takes None for True.
-    switches = {"dropout_p": (None, 0.0), "dropout": (0.0,), "training": (None, False), "train": (False,)}
-    return not any(value in switches.get(argument.name, ()) for argument, value in pair_arguments(node))
+    switches = ("dropout_p", "dropout", "training", "train")
+    for argument, value in pair_arguments(node):
+        # None stands for a default, which is off. Only train has none: native_dropout takes None for True.
+        if argument.name in switches and (value == 0.0 or (value is None and argument.name != "train")):
+            return False
+    return True
 
 
 def is_impure(node: Node) -> bool:
