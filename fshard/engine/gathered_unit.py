@@ -10,7 +10,7 @@ from fshard import _compat, comm
 from fshard.engine.leaf import NOT_GATHERED, Leaf, describe_full
 from fshard.engine.plan import Unit
 from fshard.transforms.compose import split_gather
-from fshard.transforms.run import check_results
+from fshard.transforms.run import check_results, take_gradients
 from fshard.tree import grouped
 from fshard.tree.checks import check_versions, count_writes
 
@@ -92,10 +92,12 @@ class GatheredUnit:
         """Start to gather leaves of one transform, from the pieces that their ranks keep if there are such."""
         paths = [leaf.path for leaf in leaves]
         specs = [leaf.spec for leaf in leaves]
+        shards = [leaf.stored for leaf in leaves]
+        has_gradients = take_gradients(shards)
         axis = leaves[0].regather_axis
         with count_writes(), torch.no_grad(), comm.annotate_collectives([self.unit.name], paths):
             if axis is None or not self.unit.is_regathered:
-                finish = transform.start_gather([leaf.stored for leaf in leaves], specs)
+                finish = transform.start_gather(shards, specs)
             else:
                 before, after = split_gather(transform, axis)
                 # A tied leaf may have its piece from another unit.
@@ -104,7 +106,7 @@ class GatheredUnit:
                 for leaf, piece in zip(new, pieces, strict=True):
                     leaf.piece = piece
                 finish = after.start_gather([leaf.piece for leaf in leaves], specs)
-        return lambda: check_results(transform, "gather", finish(), paths, specs)
+        return lambda: check_results(transform, "gather", finish(), paths, specs, has_gradients)
 
     def wait(self) -> dict[Leaf, torch.Tensor]:
         """Return the full tensors by leaf, and gather them if they are not present."""

@@ -12,7 +12,7 @@ import torch
 
 from fshard import _compat, comm
 from fshard.comm.events import join_leaves
-from fshard.transforms.run import check_results
+from fshard.transforms.run import check_results, take_gradients
 from fshard.tree import Sharded, register_leaf_class
 from fshard.tree.checks import count_writes
 
@@ -34,11 +34,14 @@ class StartedGather:
         versions = _compat.versions(shards)
         specs = [leaf.spec for leaf in leaves]
         transform = specs[0].transform
+        has_gradients = take_gradients(shards)
         with count_writes(), torch.no_grad(), comm.annotate_collectives((), paths):
             finish = transform.start_gather(shards, specs)
         # Returns the same dict each time, which holds the full tensors until they are taken out of it.
         self._wait = functools.cache(
-            lambda: dict(zip(paths, check_results(transform, "gather", finish(), paths, specs), strict=True))
+            lambda: dict(
+                zip(paths, check_results(transform, "gather", finish(), paths, specs, has_gradients), strict=True)
+            )
         )
         # By the paths of leaves that no call has claimed: the shards, and how often they had been written to.
         self._unused = dict(zip(paths, zip(shards, versions, strict=True), strict=True))

@@ -29,7 +29,8 @@ def as_linear(transform: ShardTransform, specs: Specs, paths: Sequence[str]) -> 
     """
 
     def gather(leaves: Tensors) -> Tensors:
-        return check_results(transform, "gather", transform.gather(leaves, specs), paths, specs)
+        full = transform.gather(leaves, specs)
+        return check_results(transform, "gather", full, paths, specs, take_gradients(leaves))
 
     def scatter(grads: Tensors) -> Tensors:
         check_stateless(transform)
@@ -85,6 +86,11 @@ def check_stateless(transform: ShardTransform) -> None:
         )
 
 
+def take_gradients(shards: Tensors) -> bool:
+    """Whether shards may take gradients: none of them was made in inference mode, as for an evaluation."""
+    return not any(map(torch.is_inference, shards))
+
+
 def check_number(transform: ShardTransform, half: str, results: Any, inputs: Sequence[Any]) -> Any:
     """Refuse results of a user's transform that are not as many as what it was given.
 
@@ -116,6 +122,7 @@ def check_results(
     results: Tensors,
     paths: Iterable[str],
     specs: Iterable[Spec],
+    has_gradients: bool = False,
 ) -> Tensors:
     """Refuse results of a user's transform that are no tensors of the right number and shapes.
 
@@ -127,6 +134,7 @@ def check_results(
         results: What that returned.
         paths: The leaves' paths.
         specs: The leaves' specs, which tell the shapes that results must have. Dims behind these are vmap's.
+        has_gradients: Whether the results must be such as take gradients.
 
     Returns:
         The results.
@@ -147,7 +155,7 @@ def check_results(
             problems.append(Problem(path, describe(result), "a tensor"))
         elif not takes_any and result.shape[: len(shape)] != shape:
             problems.append(Problem(path, describe(result), f"a tensor of shape {shape}"))
-        elif result.is_inference():
+        elif has_gradients and result.is_inference():
             # Autograd would lose its gradient.
             problems.append(Problem(path, "one made in torch.inference_mode()", "a tensor that takes a gradient"))
     stored_as = "full leaf" if half == "gather" else "shard"

@@ -1,6 +1,6 @@
 """Facts about a transform, read off the transforms that it is made of."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -50,8 +50,9 @@ def _check_part(part: ShardTransform) -> None:
     are_axes = isinstance(axes, list | tuple) and all(isinstance(axis, Axis) for axis in axes)
     expect(are_axes, name, "axes to be a property, a tuple of Axis", describe(axes))
     # Transforms that differ in other attributes would be equal, and two with equal tensors would not.
-    known = {*dir(type(part)), *part.__dataclass_fields__}
-    odd = [key for key, value in vars(part).items() if key not in known or isinstance(value, torch.Tensor)]
+    of_class = {*dir(type(part)), *part.__dataclass_fields__}
+    odd = [key for key in vars(part) if key not in of_class]
+    odd += [field.name for field in fields(part) if isinstance(getattr(part, field.name), torch.Tensor)]
     expect(not odd, name, "a frozen dataclass, whose fields are numbers, names and tuples of these", f"{odd}")
 
 

@@ -203,9 +203,14 @@ class Attributes(fs.Wrapped):
 class Scaled(fs.Wrapped):
     scale: torch.Tensor
 
+
+@dataclass(frozen=True)
+class Rotated(fs.Wrapped):
+    size: int
+
     @cached_property
-    def root(self):
-        return self.scale**0.5
+    def matrix(self):
+        return torch.eye(self.size)
 
 
 class AxesByCall(fs.Wrapped):
@@ -237,8 +242,8 @@ def test_members_that_are_not_what_the_package_asks_of_them_are_refused():
             with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
                 use(make(fs.fully_shard(mesh)))
     # What is computed once from the fields may stay with them.
-    around = Scaled(fs.fully_shard(mesh), 4.0)
-    assert around.root == 2.0
+    around = Rotated(fs.fully_shard(mesh), 2)
+    assert len(around.matrix) == 2
     fs.shard(TREE, around)
 
 

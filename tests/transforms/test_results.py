@@ -206,6 +206,10 @@ def test_what_a_stage_hands_on_wrongly_is_named_before_it_is_sent(verb, half):
         assert_named(outcome(partial(CALLS[verb], params)), verb, text, ranks)
 
 
+class Around(fs.Wrapped):
+    """A transform of a user that changes nothing."""
+
+
 class OfInference(fs.Wrapped):
     """Gathers what autograd would not save, and whose gradient it would lose."""
 
@@ -227,3 +231,7 @@ def test_tensors_of_inference_mode_are_named():
     plain = fs.shard(full_grads(), every_leaf(axis_of_all()))
     with torch.inference_mode():
         assert loss(plain) == 12
+        averages = fs.tree_map(torch.clone, fs.shard(full_grads(), Around(every_leaf(axis_of_all()))))
+        assert loss(averages) == 12
+    # Nothing trains what was made in it, so a gather may return such tensors as they are.
+    assert loss(averages) == 12

@@ -120,7 +120,7 @@ def _run(transform: fs.ShardTransform, half: str, specs: Sequence[fs.Spec], tens
     else:
         results = transform.gather(tensors, specs)
     paths = [f"[{i}]" for i, _ in enumerate(specs)]
-    return check_results(transform, half, results, paths, specs), new_states
+    return check_results(transform, half, results, paths, specs, half == "gather"), new_states
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
