@@ -62,6 +62,19 @@ def test_exact_values_have_the_same_bits():
             assert_trees_close(actual, expected, exact=True)
 
 
+def test_exact_values_may_be_stored_in_any_way():
+    eye, ones = torch.eye(3), torch.ones(2, dtype=torch.complex64)
+    for leaf in (eye.to_sparse(), ones.conj(), ones.conj().imag):
+        assert passes(leaf, leaf.clone(), exact=True)
+    assert not passes(eye.to_sparse(), 2 * eye.to_sparse(), exact=True)
+
+    def loss(x):
+        assert passes(x, x + 0, exact=True)
+        return x.sum()
+
+    torch.func.grad(loss)(eye)
+
+
 def test_what_would_compare_nothing_is_refused():
     ones = torch.ones(2)
     with FakeTensorMode() as fake:
