@@ -333,9 +333,17 @@ def test_a_rank_that_computes_keeps_its_turn(world, timeout, patience):
 
 
 def test_a_rank_that_waits_for_a_processor_keeps_its_turn(patience, monkeypatch):
-    """On a machine that is so busy that it has hardly computed between two looks."""
-    monkeypatch.setattr(Path, "read_text", lambda path: f"0 {time.monotonic_ns()} 1")
-    assert_that_a_rank_that_computes_keeps_its_turn(3, 60.0, patience)
+    """On a machine where it has hardly computed between two looks; and where the kernel counts nothing."""
+    for text in (lambda path: f"0 {time.monotonic_ns()} 1", lambda path: "0 0 0"):
+        monkeypatch.setattr(Path, "read_text", text)
+        assert_that_a_rank_that_computes_keeps_its_turn(3, 60.0, patience)
+
+
+def test_ranks_that_poll_on_a_busy_machine_go_on(monkeypatch):
+    """Each time that they wake up they wait for a processor."""
+    monkeypatch.setattr(Path, "read_text", lambda path: f"0 {time.monotonic_ns() // 4} 1")
+    barrier = threading.Barrier(4)
+    assert sorted(spmd(barrier.wait, 4, timeout=8.0)) == [0, 1, 2, 3]
 
 
 def assert_that_a_rank_that_computes_keeps_its_turn(world, timeout, patience):
