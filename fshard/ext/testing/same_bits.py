@@ -176,9 +176,10 @@ def _report(number: int, ranks: tuple[int, int], differences: Values, leaves: Va
 def _describe_difference(a: Any, b: Any) -> str:
     """Describe how two leaves differ; the text is empty if they have the same bits."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
-        # NaN is not equal to itself, and 0.0 is to -0.0.
         texts = [leaf if leaf is ABSENT else repr(leaf) for leaf in (a, b)]
-        return "" if texts[0] == texts[1] else "expected {:.100}, got {:.100}".format(*texts)
+        # NaN is not equal to itself, 0.0 is to -0.0, and equal sets may list their elements in other orders.
+        is_equal = type(a) is type(b) is not float and a == b
+        return "" if is_equal or texts[0] == texts[1] else "expected {:.100}, got {:.100}".format(*texts)
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return f"expected {a.dtype} of {tuple(a.shape)}, got {b.dtype} of {tuple(b.shape)}"
     bytes_a, bytes_b = (leaf.reshape(-1, 1).contiguous().view(torch.uint8) for leaf in (a, b))

@@ -104,6 +104,7 @@ def test_differences_of_leaves():
         (1, 1.0, "expected 1, got 1.0"),
         (0.0, -0.0, "expected 0.0, got -0.0"),
         (math.nan, float("nan"), ""),
+        (frozenset([0, 8]), frozenset([8, 0]), ""),
     ):
         difference = _describe_difference(a, b)
         assert text in difference
