@@ -252,13 +252,13 @@ class _Claims:
             self.add(f"{name}'s new states: leaves whose state has other shapes or dtypes than the old one", unlike)
         doubled = [2 * tensor for tensor in tensors]
         result_doubled = run(self._specs, doubled, *states)
-        separate = [[*of_doubled, *of_tensors] for of_tensors, of_doubled in zip(result, result_doubled, strict=True)]
+        separate = [
+            [*of_doubled, *of_tensors][::-1] for of_tensors, of_doubled in zip(result, result_doubled, strict=True)
+        ]
         together = run(2 * self._specs[::-1], [*doubled, *tensors][::-1], *(2 * old[::-1] for old in states))
         path = f"{name} of all leaves twice: leaves that differ from single calls"
         # Their sums may round in another way where matrices of one shape are multiplied together.
-        together = [list(of_both)[::-1] for of_both in together]
-        differing = differing_leaves(together, separate)
-        self.add(path, len(differing))
+        self.add(path, len(differing_leaves(list(map(list, together)), separate)))
         if not fs.tree_leaves(states):
             batched, _ = run(self._specs, _stack(tensors, doubled), *states)
             path = f"{name} with a batch of vmap behind the dims: leaves that differ from single calls"
