@@ -231,7 +231,7 @@ def test_tensors_of_inference_mode_are_named():
     plain = fs.shard(full_grads(), every_leaf(axis_of_all()))
     with torch.inference_mode():
         assert loss(plain) == 12
-        averages = fs.tree_map(torch.clone, fs.shard(full_grads(), Around(every_leaf(axis_of_all()))))
+        averages = fs.tree_map(torch.clone, fs.shard(full_grads(), Around(fs.replicate(axis_of_all()))))
         assert loss(averages) == 12
     # Nothing trains what was made in it, so a gather may return such tensors as they are.
     assert loss(averages) == 12
