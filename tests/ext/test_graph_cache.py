@@ -181,6 +181,7 @@ READERS = {
 OTHERS = ("global", "module", "text", "class", "base class", "method", "environment")
 
 
+@pytest.mark.rows(len(OTHERS) + len(READERS))
 @pytest.mark.parametrize("where", (*OTHERS, *READERS))
 def test_what_changes_outside_of_a_function_is_part_of_its_identity(where, monkeypatch):
     this = sys.modules[__name__]
