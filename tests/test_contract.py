@@ -377,6 +377,18 @@ def stepped_by(tx, *, is_jitted=False):
     return call
 
 
+def steps_of_many(rate):
+    """Make more updates than a text holds, the first by a rate, and then a call that is alike on every rank."""
+
+    def call(axis):
+        state = fs.TrainState.create(params_of(axis), fs.sgd(0.1))
+        for lr in (rate, *[0.1] * 40):
+            state = fs.update(fs.sgd(lr), state, state.params)
+        fs.psum(X, axis)
+
+    return call
+
+
 def of_torch(cls, lr, **hyper):
     return fs.ema(fs.chain(fs.clip_by_value(1.0), fs.from_torch(cls, lr=lr, **hyper)), 0.9)
 
@@ -415,6 +427,12 @@ DIFFERENT: Different = {
     "an update more": (updates(0), updates(0, 1), r"in psum, after an update of \d+ ", "at step 1, after .* at step 0"),
     "an update of another step": (updates(0, 1), updates(0, 0), "at step 1, after", "at step 0, after .* at step 0"),
     "another rate": (stepped_by(fs.sgd(0.1)), stepped_by(fs.sgd(0.2)), "a step with lr=0.1,", "a step with lr=0.2,"),
+    "another rate long ago": (
+        steps_of_many(0.1),
+        steps_of_many(0.2),
+        "^ranks differ",
+        "after an update of .* at step 40",
+    ),
     "another bound": (
         stepped_by(fs.chain(fs.clip_by_global_norm(1.0), fs.sgd(0.1))),
         stepped_by(fs.chain(fs.clip_by_global_norm(2.0), fs.sgd(0.1))),
@@ -424,8 +442,8 @@ DIFFERENT: Different = {
     "another average": (
         stepped_by(fs.ema(fs.sgd(0.1), 0.9)),
         stepped_by(fs.ema(fs.sgd(0.1), 0.5)),
-        "after ema with decay=0.9\n",
-        "after ema with decay=0.5\n",
+        "after ema with decay=0.9,",
+        "after ema with decay=0.5,",
     ),
     "another scale": (
         stepped_by(fs.dynamic_loss_scale(fs.sgd(0.1), 4.0)),

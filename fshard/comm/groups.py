@@ -56,8 +56,8 @@ class Group:
             simulated ranks.
         timeout: Seconds that a rank waits there for another.
         chain: The last collectives that have been started, behind number 0, which none has; `recorder.py` writes it.
-        updates: How many updates this rank has made of states that live on these ranks.
-        unseen: Those since the last collective, newest first; the next one shows them to the others.
+        updates: A hash of all updates that this rank has made of states that live on these ranks.
+        unseen: The last of those since the last collective, newest first; the next one shows them to the others.
         links: The `Links` over which ranks agree; of simulated ranks what simulates them, which swaps as these do.
         receives: Those by which this rank has found out which connections have ended; see `_compat.find_lost_peers`.
         device: The device whose memory rows are sent from: an accelerator where its backend sends them.
@@ -89,7 +89,7 @@ class Group:
         """
         last = self.chain[-1]
         number = last.number + 1
-        chain_hash = zlib.crc32(f"{hashed}{self.unseen}{self.updates}".encode(), last.chain_hash)
+        chain_hash = zlib.crc32(f"{hashed}{self.updates}".encode(), last.chain_hash)
         text = f"{op} number {number} {text:.{TEXT_LENGTH}}{self.unseen}"
         entry = ChainEntry(number, chain_hash, text, self.local_rank, *sizes)
         self.chain.append(entry)
@@ -98,8 +98,8 @@ class Group:
 
     def record_update(self, text: str) -> None:
         """Record an update, which sends nothing. Ranks that make others differ in the next collective."""
-        self.updates += 1
-        self.unseen = f", after {text}{self.unseen:.{TEXT_LENGTH}}"
+        self.updates = zlib.crc32(text.encode(), self.updates)
+        self.unseen = f", after {text}{self.unseen:.{4 * TEXT_LENGTH}}"
 
 
 def tag_of(entry: ChainEntry, nbytes: int) -> int:
