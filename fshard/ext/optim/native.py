@@ -457,9 +457,9 @@ def _make_descent(lr: Rate, decay: Number = 0.0) -> fs.Optimizer:
         given = flatten({"updates": state.updates, "params": params})
         refuse_donated("sgd", given)
         rate = read_rate(lr, state.updates)
-        record_numbers("a step", given, {"lr": rate, "weight_decay": decay})
         # A product, because a tensor without a sign has no negative.
         (params,) = leafwise(make_step(decay), grads, [params], numbers=(-1.0 * rate, 1 - rate * decay))
+        record_numbers("a step", given, {"lr": rate, "weight_decay": decay})
         return params, DescentState(state.updates + 1)
 
     return fs.Optimizer(init, update)

@@ -274,8 +274,8 @@ def ema(tx: fs.Optimizer, decay: float) -> fs.Optimizer:
         return EmaState(map_leaves(copy, params), tx.init(params))
 
     def update(grads: Any, state: EmaState, params: Any, donate: bool = False) -> tuple[Any, Any]:
-        record_numbers("ema", flatten(grads), {"decay": decay})
         params, inner = run_update("ema", "tx", tx, grads, state.inner, params, donate=donate)
+        record_numbers("ema", flatten(grads), {"decay": decay})
         lerp = torch.Tensor.lerp_ if donate else torch.Tensor.lerp
 
         def average(param: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor]:

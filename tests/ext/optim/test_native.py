@@ -9,7 +9,7 @@ import torch
 import fshard as fs
 from fshard.rounding import tolerance
 from fshard.testing import assert_trees_close
-from tests.ranks import on_ranks
+from tests.ranks import my_rank, on_ranks
 from tests.tolerance import within
 from tests.trees import STRATEGIES, assert_same_bits, meshes, normal, one_axis
 
@@ -259,3 +259,17 @@ def test_parameters_that_were_resharded_alone_to_the_same_shards_are_updated(mak
         moved = state._replace(params=fs.reshard(params, second))
         expected, actual = [fs.update(tx, s, fs.tree_map(torch.ones_like, s.params)).params for s in (state, moved)]
         assert_same_bits(fs.unshard(actual), fs.unshard(expected))
+
+
+@pytest.mark.parametrize("make", [fs.sgd, fs.adam, lambda lr: fs.from_torch(torch.optim.Adam, lr=lr)])
+@on_ranks(2)
+def test_a_call_that_one_rank_corrects_leaves_nothing_for_others_to_compare(make):
+    axis = fs.axis_of(one_axis())
+    params = fs.shard({"v": torch.ones(5), "w": torch.ones(4, 3)}, fs.zero2(axis, min_shard_elements=0))
+    for tx in (make(0.1), fs.ema(make(0.1), 0.9)):
+        state = tx.init(params)
+        if my_rank() == 0:
+            with pytest.raises(ValueError, match=r"^update: trees differ in structure\n"):
+                tx.update({"w": params["w"]}, state, params)
+        tx.update(params, state, params)
+        assert fs.psum(torch.ones(()), axis) == 2
