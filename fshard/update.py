@@ -473,7 +473,7 @@ def _describe_misfit(grad: Any, param: Any) -> tuple[str, str] | None:
     if not is_trained(param) or not is_tensor(tensor_of(param)):
         return "a gradient", f"None for {'a frozen leaf' if is_sharded(param) else describe(param)}"
     if isinstance(grad, Sharded) and isinstance(param, Sharded):
-        if difference := describe_difference(grad.spec, param.spec):
+        if grad.spec is not param.spec and (difference := describe_difference(grad.spec, param.spec)):
             return difference
         grad = grad.local
         param = param.local
@@ -493,28 +493,28 @@ def check_same_shards(flat: Flat, *columns: Sequence[Any]) -> None:
     Raises:
         ValueError: with the paths of the leaves.
     """
-    remedy = "pass gradients and a state of these parameters, and reshard them together, as a TrainState"
-    for leaves in columns:
-        # No line of Python runs for each of thousands, which mostly share spec objects.
-        given = [leaf is not None for leaf in leaves]
-        shards = list(itertools.compress(leaves, given))
-        params = list(itertools.compress(flat.leaves, given))
-        are_same = all(map(operator.is_, attributes_of(shards, "spec"), attributes_of(params, "spec")))
-        if not are_same or not all(map(operator.eq, _list_shapes(shards), _list_shapes(params))):
-            refuse("update: leaves do not fit the parameters", flat.problems(_describe_other_shard, leaves), remedy)
+    # No line of Python runs for each of thousands, which mostly share spec objects.
+    specs = attributes_of(flat.leaves, "spec")
+    for column in columns:
+        # None fits.
+        rows = zip(column, flat.leaves, strict=True)
+        leaves = [param if leaf is None or param is None else leaf for leaf, param in rows]
+        are_same = all(map(operator.is_, attributes_of(leaves, "spec"), specs))
+        if not are_same or not all(map(operator.eq, _list_shapes(tensors_of(leaves)), _list_shapes(flat.tensors))):
+            problems = flat.problems(_describe_other_shard, leaves)
+            remedy = "pass gradients and a state of these parameters, and reshard them together, as a TrainState"
+            refuse("update: leaves do not fit the parameters", problems, remedy)
 
 
-def _list_shapes(leaves: Sequence[Any]) -> Iterator[Any]:
-    """List the shapes of shards, one at a time: the garbage collector counts them."""
-    return map(getattr, tensors_of(leaves), itertools.repeat("shape"), itertools.repeat(None))
+def _list_shapes(tensors: Sequence[Any]) -> Iterator[Any]:
+    """List shapes, one at a time: the garbage collector counts them."""
+    return map(getattr, tensors, itertools.repeat("shape"), itertools.repeat(None))
 
 
 def _describe_other_shard(param: Any, leaf: Any) -> tuple[str, str] | None:
     """Describe the shard of a leaf that has another one than its parameter."""
     texts = []
     for each in (leaf, param):
-        if each is None:
-            return None
         tensor = tensor_of(each)
         shard = f"a shard of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else describe(tensor)
         texts.append(f"{shard}, split by {each.spec.effective_partition}" if is_sharded(each) else shard)
