@@ -499,7 +499,7 @@ def check_same_shards(flat: Flat, *columns: Sequence[Any]) -> None:
         # None fits.
         rows = zip(column, flat.leaves, strict=True)
         leaves = [param if leaf is None or param is None else leaf for leaf, param in rows]
-        # As where gradients alone are mapped.
+        # As numbers of a torch class, and gradients that are mapped alone.
         if all(map(operator.is_, leaves, flat.leaves)):
             continue
         are_same = all(map(operator.is_, attributes_of(leaves, "spec"), specs))

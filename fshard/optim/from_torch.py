@@ -261,10 +261,9 @@ class _WrappedClass:
         hyper = _refuse_derivatives(_evaluate(self._hyper, state.updates, state.hyper))
         slots = {name: leaves_like(flat, slot) for name, slot in state.slots.items()}
         grad_leaves = leaves_like(flat, grads)
-        check_same_shards(flat, grad_leaves)
-        for name in slots.keys() - self._traits.number_names:
-            # Others belong to whole leaves.
-            check_same_shards(flat, [leaf if is_sharded(leaf) else None for leaf in slots[name]])
+        # Others belong to whole leaves.
+        shards = [[leaf if is_sharded(leaf) else None for leaf in slot] for slot in slots.values()]
+        check_same_shards(flat, grad_leaves, *shards)
         record_numbers(self._name, flat, self._make.keywords | hyper)
         gradients = _collect_gradients(grad_leaves, flat, copy=self._may_write_gradients)
         selection = _Selection(flat, list(gradients))
