@@ -258,7 +258,9 @@ class _Peers:
     """
 
     def __init__(self, api_name: str, ranks: Sequence[int], timeout: float) -> None:
-        others = set(range(dist.get_world_size())) - {dist.get_rank()} if dist.is_initialized() else set()
+        others: set[int] = set()
+        if dist.is_initialized():
+            others = set(range(dist.get_world_size())) - {dist.get_rank()}
         are_others = isinstance(ranks, Iterable) and ranks and others.issuperset(ranks)
         remedy = "start all by one torchrun"
         expect(are_others, api_name, "ranks to be a list of other ranks of this job", f"{ranks!r:.40}", remedy)
