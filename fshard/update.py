@@ -176,6 +176,9 @@ def update(
 ) -> TrainState:
     """Make the next state from reduced gradients: new parameters, new optimizer state, one step more.
 
+    Nothing is sent. If ranks make other updates, or step sharded leaves by other numbers, their next collective names
+    the difference.
+
     Args:
         tx: The optimizer that `state` was created with.
         state: The state before; nothing in it changes unless it is donated.
@@ -496,7 +499,7 @@ def check_same_shards(flat: Flat, *columns: Sequence[Any]) -> None:
     # No line of Python runs for each of thousands, which mostly share spec objects.
     specs = attributes_of(flat.leaves, "spec")
     for column in columns:
-        # None fits.
+        # A leaf without a gradient or a state fits, as if it were the parameter itself.
         rows = zip(column, flat.leaves, strict=True)
         leaves = [param if leaf is None or param is None else leaf for leaf, param in rows]
         # As numbers of a torch class, and gradients that are mapped alone.

@@ -321,8 +321,12 @@ def _permute(tensors: Tensors, axis: Axis, label: str, perm: Sequence[Pair]) -> 
     received = comm.all_to_all(copies, send, receive, axis, label)
     if not any(receive):
         return list(map(torch.zeros_like, tensors))
-    # torch.sum of one row would lose the sign of a zero.
-    return [reduce(torch.add, rows).detach() for rows in received]
+    sums = []
+    for rows in received:
+        # torch.sum of one row would lose the sign of a zero.
+        total = reduce(torch.add, rows)
+        sums.append(total.detach())
+    return sums
 
 
 def _send_from(tensors: Tensors, axis: Axis, label: str, root: int) -> Tensors:

@@ -10,7 +10,7 @@ from fshard import _compat, comm
 from fshard.engine.leaf import NOT_GATHERED, Leaf, describe_full
 from fshard.engine.plan import Unit
 from fshard.transforms.compose import split_gather
-from fshard.transforms.run import check_results, take_gradients
+from fshard.transforms.run import check_results, may_take_gradients
 from fshard.tree import grouped
 from fshard.tree.checks import check_versions, count_writes
 
@@ -93,7 +93,7 @@ class GatheredUnit:
         paths = [leaf.path for leaf in leaves]
         specs = [leaf.spec for leaf in leaves]
         shards = [leaf.stored for leaf in leaves]
-        has_gradients = take_gradients(shards)
+        has_gradients = may_take_gradients(shards)
         axis = leaves[0].regather_axis
         with count_writes(), torch.no_grad(), comm.annotate_collectives([self.unit.name], paths):
             if axis is None or not self.unit.is_regathered:

@@ -12,7 +12,7 @@ import torch
 
 from fshard import _compat, comm
 from fshard.comm.events import join_leaves
-from fshard.transforms.run import check_results, take_gradients
+from fshard.transforms.run import check_results, may_take_gradients
 from fshard.tree import Sharded, register_leaf_class
 from fshard.tree.checks import count_writes
 
@@ -34,7 +34,7 @@ class StartedGather:
         versions = _compat.versions(shards)
         specs = [leaf.spec for leaf in leaves]
         transform = specs[0].transform
-        has_gradients = take_gradients(shards)
+        has_gradients = may_take_gradients(shards)
         with count_writes(), torch.no_grad(), comm.annotate_collectives((), paths):
             finish = transform.start_gather(shards, specs)
         # Returns the same dict each time, which holds the full tensors until they are taken out of it.

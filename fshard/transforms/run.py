@@ -30,7 +30,7 @@ def as_linear(transform: ShardTransform, specs: Specs, paths: Sequence[str]) -> 
 
     def gather(leaves: Tensors) -> Tensors:
         full = transform.gather(leaves, specs)
-        return check_results(transform, "gather", full, paths, specs, take_gradients(leaves))
+        return check_results(transform, "gather", full, paths, specs, may_take_gradients(leaves))
 
     def scatter(grads: Tensors) -> Tensors:
         check_stateless(transform)
@@ -86,7 +86,7 @@ def check_stateless(transform: ShardTransform) -> None:
         )
 
 
-def take_gradients(shards: Tensors) -> bool:
+def may_take_gradients(shards: Tensors) -> bool:
     """Whether shards may take gradients: none of them was made in inference mode, as for an evaluation."""
     return not any(map(torch.is_inference, shards))
 
