@@ -21,7 +21,8 @@ from fshard.tree.checks import is_differentiable
 __all__ = ["Drawing", "Drawn", "Reset", "blank_like", "children_first", "copy_module", "has_fakes", "set_values"]
 
 Reset = Callable[[nn.Module], Any]
-See = Callable[[Any, Any, dict[str, Any]], None]
+# Called with an operator, its arguments and its keywords before the operator runs, which it may refuse.
+Observer = Callable[[Any, Any, dict[str, Any]], None]
 # One parameter: its name, this rank's shard or None where elements were left out, and the text that ranks compare.
 Drawn = tuple[str, torch.Tensor | None, str]
 
@@ -190,16 +191,16 @@ class Drawing(_compat.DispatchMode):
     It gives the numbers of torch's own one. A reset that seeds torch's generator itself draws from that.
     """
 
-    def __init__(self, see: See, seed: int) -> None:
-        """Seed both generators, and hand operators to `see` before they run."""
+    def __init__(self, observe: Observer, seed: int) -> None:
+        """Seed both generators, and hand operators to `observe` before they run."""
         super().__init__()
-        self._see = see
+        self._observe = observe
         torch.manual_seed(seed)
         self._generator = torch.Generator().manual_seed(torch.initial_seed())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._see(func, args, kwargs)
+        self._observe(func, args, kwargs)
         generator = self._generator
         shared = torch.default_generator
         is_random = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None

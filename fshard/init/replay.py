@@ -29,39 +29,45 @@ def replay(
         Each parameter that lies in a submodule that draws.
     """
     make = _compat.fake_maker()
-    tried, bare = copy_module(module, make), copy_module(module, make)
-    paths, mode = _outermost(tried, reset, seed), Drawing(_refuse_others, seed)
-    tensors = *_compat.named_parameters(bare), *_compat.named_buffers(bare)
-    names = {tensor: name for name, tensor in tensors}
-    origins: dict[Any, torch.Tensor] = dict(zip(bare.parameters(), module.parameters(), strict=True))
-    last = {parameter: path for path in paths for parameter in bare.get_submodule(path).parameters()}
-    # Tied parameters are held from the first submodule that has them to the last.
+    tried = copy_module(module, make)
+    # The whole module without values. Each submodule that draws is copied from it with values, drawn, and dropped.
+    bare = copy_module(module, make)
+    paths = _outermost(tried, reset, seed)
+    mode = Drawing(_refuse_others, seed)
+    names = {parameter: name for name, parameter in _compat.named_parameters(bare)}
+    names |= {buffer: name for name, buffer in _compat.named_buffers(bare)}
+    originals: dict[Any, torch.Tensor] = dict(zip(bare.parameters(), module.parameters(), strict=True))
+    last_path = {parameter: path for path in paths for parameter in bare.get_submodule(path).parameters()}
+    # Values of tied parameters, from the first submodule that has them to the last.
     held: dict[Any, torch.Tensor] = {}
-    others: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in names}
-    seen: set[nn.Module] = set()
+    # What a submodule may refer to around it, which is not copied.
+    surroundings: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in names}
+    drawn: set[nn.Module] = set()
 
     def values_of(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor in origins:
-            return held.setdefault(tensor, blank_like(origins[tensor]))
+        if tensor in originals:
+            return held.setdefault(tensor, blank_like(originals[tensor]))
         return buffers[names[tensor]]
 
     def draw(path: str) -> Iterator[Drawn]:
+        """Draw one submodule, in a frame of its own: its values are freed before those of the next one are made."""
         source = bare.get_submodule(path)
-        made = copy_module(source, values_of, others)
-        for inside, _ in children_first(source, "", seen):
+        made = copy_module(source, values_of, surroundings)
+        for inside, _ in children_first(source, "", drawn):
             with mode:
                 drawing.set_values(made.get_submodule(inside), reset)
         for key, buffer in source.named_buffers():
             buffers[names[buffer]] = made.get_buffer(key)
         for key, parameter in source.named_parameters():
             # A reset may have put another in its place.
-            value, blank = made.get_parameter(key).detach(), held.pop(parameter)
-            if last[parameter] != path:
+            value = made.get_parameter(key).detach()
+            blank = held.pop(parameter)
+            if last_path[parameter] != path:
                 held[parameter] = value
-            else:
-                name = names[parameter]
-                piece = None if is_left_out(value, blank) else local_piece(value, specs[name])
-                yield name, piece, fingerprint(value, specs[name])
+                continue
+            name = names[parameter]
+            piece = None if is_left_out(value, blank) else local_piece(value, specs[name])
+            yield name, piece, fingerprint(value, specs[name])
 
     for path in paths:
         yield from draw(path)
