@@ -33,13 +33,6 @@ Mesh = DeviceMesh
 # Seconds that a rank waits for another by default: torch's own half hour is longer than anyone watches.
 TIMEOUT = 300.0
 
-_SHARED = (
-    "init_mesh: ranks of this host share {device} devices. {backend} does not support that, so messages go through the "
-    "processor, which is slow. Start one rank for each device."
-)
-
-_MORE_FILES = "Raise the limit before you start the ranks, for example by `ulimit -n`, or make meshes of fewer ranks."
-
 # Where torchrun's store has the host and the port of the store that rank 0 serves.
 ADDRESS = "fshard/address of rank 0"
 # How long a rank tries to connect with it until it looks whether it has moved.
@@ -89,10 +82,11 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
     """
     limit = timedelta(seconds=TIMEOUT)
     try:
-        device = _device(device)
+        device = _choose_device(device)
         check_arguments("init_mesh", SECONDS, timeout=timeout)
         limit = timedelta(seconds=timeout)
-        sizes = _sizes(shape, dist.get_world_size() if dist.is_initialized() else _read_number("WORLD_SIZE", 1, 1))
+        world_size = dist.get_world_size() if dist.is_initialized() else _read_number("WORLD_SIZE", 1, first=1)
+        sizes = _resolve_sizes(shape, world_size)
     except ValueError as error:
         if dist.is_initialized():
             # Others may have asked for what they can have, and wait.
@@ -121,17 +115,30 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
         connect_groups(rank_state(), names, meeting, of_processors=device == "cpu")
     mesh = DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=tuple(shape))
     _compat.release_groups_at_exit(mesh)
-    # Keeps glibc from giving the memory of a step back to the system, which is slow to hand it out again in the next.
-    # It keeps twice the largest block that it has given back, up to this size; a model of small tensors has none such.
-    # This one is never touched, and so takes no memory.
+    _keep_freed_memory()
+    _collect_garbage_less_often()
+    return mesh
+
+
+def _keep_freed_memory() -> None:
+    """Keep glibc from giving the memory of a step back to the system, which is slow to hand it out again in the next.
+
+    It keeps twice the largest block that it has given back, up to this size; a model of small tensors has none such.
+    This one is never touched, and so takes no memory.
+    """
     torch.empty(MAPPED_BYTES, dtype=torch.uint8, device="cpu")
-    # A collection among all objects looks at 300,000 of torch, 0.2 s in which other ranks wait. By default thousands
-    # of leaves, made anew in each step, start one every 15 steps, and 8 of the youngest in each, 3% of its time, which
-    # find nothing. A program that has put 0 there wants none.
+
+
+def _collect_garbage_less_often() -> None:
+    """Let Python look for garbage less often, among the youngest objects and among all.
+
+    A collection among all objects looks at 300,000 of torch, 0.2 s in which other ranks wait. By default thousands of
+    leaves, made anew in each step, start one every 15 steps, and 8 of the youngest in each, 3% of its time, which find
+    nothing. A program that has put 0 there wants none.
+    """
     youngest, middle, oldest = gc.get_threshold()
     youngest = youngest and max(youngest, OBJECTS_BEFORE_YOUNGEST)
     gc.set_threshold(youngest, middle, max(oldest, COLLECTIONS_BEFORE_FULL))
-    return mesh
 
 
 def read_environment() -> dict[str, str]:
@@ -240,15 +247,15 @@ def ranks_of(mesh: Mesh | Axis | None) -> Axis:
     return Axis("+".join(names), all_ranks.size, all_ranks.group_name)
 
 
-def _device(device: str | None) -> str:
+def _choose_device(device: str | None) -> str:
     """Check the type of a device, or choose one."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    known = ["cpu", *([found.type] if found else [])]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    types = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
     if device is None:
         # gloo serves devices that have no backend of their own, such as "mps", through the processor.
-        own = dist.Backend.default_device_backend_map.get(known[-1], "gloo") != "gloo"
-        device = known[-1] if own else "cpu"
-    expect(device in known, "init_mesh", f"device to be one of {known}, which torch finds here", f"{device!r:.100}")
+        backend = dist.Backend.default_device_backend_map.get(types[-1], "gloo")
+        device = "cpu" if backend == "gloo" else types[-1]
+    expect(device in types, "init_mesh", f"device to be one of {types}, which torch finds here", f"{device!r:.100}")
     return device
 
 
@@ -399,7 +406,11 @@ def _merge_requests(texts: Sequence[str]) -> str:
             )
             return json.dumps([error, *first])
         if request.lacks:
-            return json.dumps([f"init_mesh: rank {rank} {request.lacks}. {_MORE_FILES}", *first])
+            error = (
+                f"init_mesh: rank {rank} {request.lacks}. Raise the limit before you start the ranks, for example by "
+                "`ulimit -n`, or make meshes of fewer ranks."
+            )
+            return json.dumps([error, *first])
     has_group = list(map(all, zip(*[request.has_group for request in requests], strict=True)))
     generation = max(request.generation for request in requests)
     devices = [request.device for request in requests if request.device]
@@ -407,16 +418,17 @@ def _merge_requests(texts: Sequence[str]) -> str:
     return json.dumps(["", first.mesh, has_group, generation, "", shared])
 
 
-def _sizes(shape: Mapping[str, int], ranks: int) -> tuple[int, ...]:
-    named = isinstance(shape, Mapping) and all(isinstance(name, str) and name for name in shape)
-    sizes = list(shape.values()) if named else []
-    whole = all(type(size) is int and (size > 0 or size == -1) for size in sizes)
-    needed = "shape to be a mapping from names of axes to positive whole sizes, one of which may be -1"
-    expect(sizes and whole and sizes.count(-1) <= 1, "init_mesh", needed, f"{shape!r:.100}")
-    known = math.prod(size for size in sizes if size != -1)
-    fits = not ranks % known if -1 in sizes else known == ranks
+def _resolve_sizes(shape: Mapping[str, int], ranks: int) -> tuple[int, ...]:
+    """Check the shape of a mesh, and put a number in the place of -1, so that the sizes multiply to that of ranks."""
+    has_names = isinstance(shape, Mapping) and all(isinstance(name, str) and name for name in shape)
+    sizes = list(shape.values()) if has_names else []
+    are_sizes = all(type(size) is int and (size > 0 or size == -1) for size in sizes)
+    expected = "shape to be a mapping from names of axes to positive whole sizes, one of which may be -1"
+    expect(sizes and are_sizes and sizes.count(-1) <= 1, "init_mesh", expected, f"{shape!r:.100}")
+    product = math.prod(size for size in sizes if size != -1)
+    fits = ranks % product == 0 if -1 in sizes else product == ranks
     expect(fits, "init_mesh", f"shape to have sizes whose product is {ranks}, the number of ranks", f"{dict(shape)}")
-    return tuple(ranks // known if size == -1 else size for size in sizes)
+    return tuple(ranks // product if size == -1 else size for size in sizes)
 
 
 def _start(device: str, limit: timedelta, meeting: Meeting, *, is_shared: bool) -> None:
@@ -426,7 +438,11 @@ def _start(device: str, limit: timedelta, meeting: Meeting, *, is_shared: bool) 
     if device != "cpu":
         if backend != "gloo" and is_shared:
             # Backends of accelerators refuse that.
-            warnings.warn(_SHARED.format(device=device, backend=backend), stacklevel=3)
+            warnings.warn(
+                f"init_mesh: ranks of this host share {device} devices. {backend} does not support that, so messages "
+                "go through the processor, which is slow. Start one rank for each device.",
+                stacklevel=3,
+            )
             backend = "gloo"
         # Ranks compare what they do by messages between processors, for which no host waits for its accelerator.
         backend = f"cpu:gloo,{device}:{backend}"

@@ -34,7 +34,7 @@ def replay(
     bare = copy_module(module, make)
     paths = _outermost(tried, reset, seed)
     mode = Drawing(_refuse_others, seed)
-    names = {parameter: name for name, parameter in _compat.named_parameters(bare)}
+    names: dict[Any, str] = {parameter: name for name, parameter in _compat.named_parameters(bare)}
     names |= {buffer: name for name, buffer in _compat.named_buffers(bare)}
     originals: dict[Any, torch.Tensor] = dict(zip(bare.parameters(), module.parameters(), strict=True))
     last_path = {parameter: path for path in paths for parameter in bare.get_submodule(path).parameters()}
