@@ -292,7 +292,7 @@ def check_same_step(api_name: str, given: Tree) -> None:
     # Ranks that own different pieces count the updates of each by itself, so only their steps must agree.
     is_owned = any("owned" in spec.roles.values() for spec in flat.specs)
     # Others may begin another call meanwhile.
-    counts = {comm.VERB: api_name}
+    counts = {comm.VERB_FACT: api_name}
     for number, state in enumerate(states):
         name = "state" if len(states) == 1 else f"states[{number}]"
         counters = flatten(state._replace(params=(), buffers=(), key=None, transform_state=()))
@@ -307,7 +307,7 @@ def check_same_step(api_name: str, given: Tree) -> None:
         "their last one, or restore the last checkpoint on every rank"
     )
     headline = "ranks hold states of different steps or optimizers"
-    if differences and differences[0].path == comm.VERB:
+    if differences and differences[0].path == comm.VERB_FACT:
         headline = "ranks make different calls"
         remedy = comm.SAME_CALLS
     refuse(f"{api_name}: {headline}", differences, remedy)

@@ -5,7 +5,7 @@
 
 from fshard.comm.agree import (
     SAME_CALLS,
-    VERB,
+    VERB_FACT,
     all_gather_object,
     axes_in,
     call,

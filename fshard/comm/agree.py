@@ -26,11 +26,12 @@ from fshard.errors import Problem, refuse
 from fshard.tree import Axis, Flat, flatten, is_sharded
 from fshard.tree.checks import is_reachable
 
-# A digest follows the number of the first axis on which ranks are known to differ.
+# The bytes of what ranks compare: one with the number of the first axis on which they are known to differ, or NO_AXIS,
+# and then a digest of their facts.
 DIGEST_BYTES = 16
 NO_AXIS = 255
-# The first fact of a call.
-VERB = "verb"
+# The name of the first fact of a call, which is the name of its function.
+VERB_FACT = "verb"
 # What to do where ranks make different calls.
 SAME_CALLS = "make the same calls in the same order on every rank, with equal strategies, dtypes and arguments"
 
@@ -137,7 +138,7 @@ def _facts_of_tree(api_name: str, flat: Flat, arguments: Mapping[str, Any]) -> s
     specs = tuple([leaf.spec for leaf in flat.sharded])
     dtypes = tuple([leaf.local.dtype for leaf in flat.sharded])
     texts = [(name, _write_value(value)) for name, value in arguments.items()]
-    return _write_facts(((VERB, api_name), *texts), paths, specs, dtypes)
+    return _write_facts(((VERB_FACT, api_name), *texts), paths, specs, dtypes)
 
 
 def find_disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: Caller) -> list[Problem]:
@@ -159,7 +160,7 @@ def find_disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: C
 
 
 class _FactsOfRank(NamedTuple):
-    """What one rank has brought to a comparison. These sort by it, those of ranks that have failed first.
+    """What one rank has brought to a comparison. Those of ranks that have failed sort first.
 
     Attributes:
         is_ready: Whether the rank has not failed.
@@ -177,10 +178,8 @@ class _FactsOfRank(NamedTuple):
 def _compare_facts(facts: Mapping[Axis, str], label: Label, failure_text: str = "") -> list[Problem]:
     """Compare facts over their axes: find the first entry that differs, the same on every rank.
 
-    Ranks exchange digests over one axis after another, in the order of their names. Ranks that have the same place on
-    all earlier axes know of the same first axis that differs. If the facts of a rank are the same for all its axes,
-    every rank finds out whether there is a difference. Otherwise it is known on the ranks of that axis and of those
-    compared after it.
+    If the facts of a rank are the same for all its axes, every rank finds out whether there is a difference. Otherwise
+    it is known on the ranks of that axis and of those compared after it.
 
     Returns:
         The entry; none if all ranks agree.
@@ -189,30 +188,18 @@ def _compare_facts(facts: Mapping[Axis, str], label: Label, failure_text: str = 
         CollectiveError: if a rank failed.
     """
     asked = _axes_to_ask(facts)
-    difference = bytes(DIGEST_BYTES) if failure_text else b""
-    for number, axis in enumerate(asked):
-        # Ranks of the next axis must learn of the difference too, or they would not ask for texts with the others.
-        known = difference or _digest(facts[axis])
-        merge = functools.partial(_merge_digests, number)
-        known = recorder.spread(known, merge, axis, label, "a digest")
-        if known[0] != NO_AXIS:
-            difference = known
-    if not difference:
+    first_axis = _find_differing_axis(asked, facts, label, failure_text)
+    if first_axis == NO_AXIS:
         return []
-    first_axis = difference[0]
     # Ranks elsewhere on earlier axes may not know of the difference, and have gone on.
     axes = asked[first_axis:]
     axis = axes[0]
     place = ", ".join(f"{axis.name}={rank(axis)}" for axis in axes)
-    local: list[Any] = [not failure_text, rank(axis), place, failure_text or facts[axis]]
-    pair = merge_objects([local], _keep_first_two, [axis], label, "texts")
-    # The ranks of one row may differ, and those of another agree.
-    longest: list[Any] = [-len(pair), pair]
-    _, pair = merge_objects(longest, min, axes[1:], label, "texts")
+    local = _FactsOfRank(not failure_text, rank(axis), place, failure_text or facts[axis])
+    first, *others = _exchange_facts(local, axes, label)
     if first_axis == 0 or len({facts[axis] for axis in asked}) == 1:
         # All ranks know now why the running call ends, so that nobody needs to report it.
         rank_state().call = None
-    first, *others = [_FactsOfRank(*each) for each in pair]
     if first.is_ready:
         return _find_first_difference(first, *others)
     text = first.text
@@ -223,7 +210,32 @@ def _compare_facts(facts: Mapping[Axis, str], label: Label, failure_text: str = 
     raise CollectiveError(text)
 
 
-def _keep_first_two(facts: list[list[Any]], other: list[list[Any]]) -> list[list[Any]]:
+def _find_differing_axis(asked: Sequence[Axis], facts: Mapping[Axis, str], label: Label, failure_text: str) -> int:
+    """Exchange digests over one axis after another, and find the number of the first on which ranks differ.
+
+    Ranks that have the same place on all earlier axes find the same one, and NO_AXIS if there is none. A rank that has
+    failed differs from all others.
+    """
+    first_axis = 0 if failure_text else NO_AXIS
+    for number, axis in enumerate(asked):
+        # Ranks of the next axis must learn of a difference too, or they would not ask for texts with the others.
+        known = bytes([first_axis]) + bytes(DIGEST_BYTES - 1)
+        if first_axis == NO_AXIS:
+            known = _digest(facts[axis])
+        first_axis = recorder.spread(known, functools.partial(_merge_digests, number), axis, label, "a digest")[0]
+    return first_axis
+
+
+def _exchange_facts(local: _FactsOfRank, axes: Sequence[Axis], label: Label) -> list[_FactsOfRank]:
+    """Show all ranks of some axes the facts of the first rank, and of the first that differs from it, if one does."""
+    pair = merge_objects([local], _keep_first_two, axes[:1], label, "texts")
+    # The ranks of one row may differ, and those of another agree.
+    longest: list[Any] = [-len(pair), pair]
+    _, pair = merge_objects(longest, min, axes[1:], label, "texts")
+    return [_FactsOfRank(*each) for each in pair]
+
+
+def _keep_first_two(facts: list[Any], other: list[Any]) -> list[Any]:
     """Keep the facts of the first rank, and of the first whose text is another."""
     first, *rest = sorted(facts + other)
     return [first, *[each for each in rest if each[-1] != first[-1]][:1]]
@@ -247,7 +259,7 @@ def _find_first_difference(first: _FactsOfRank, other: _FactsOfRank) -> list[Pro
         # Keys of an OrderedDict are in the order in which they were set.
         entries["(order)"] = "\n".join(entries)
     names = dict.fromkeys([*expected, *got])
-    for name in sorted(names, key=lambda name: (name != VERB, name in expected and name in got)):
+    for name in sorted(names, key=lambda name: (name != VERB_FACT, name in expected and name in got)):
         lines = [facts.get(name, "nothing").split("\n") for facts in (got, expected)]
         for got_line, expected_line in itertools.zip_longest(*lines, fillvalue="nothing"):
             if got_line != expected_line:

@@ -69,7 +69,7 @@ def collect_facts(graph: Graph, usage: TracedUsage) -> Facts:
             group.
     """
     # The dicts keep the order in which values appear, each of them once.
-    of_verbs: dict[str, dict[str, None]] = {comm.VERB: {"jit": None}}
+    of_verbs: dict[str, dict[str, None]] = {comm.VERB_FACT: {"jit": None}}
     axes: dict[Axis, None] = {}
     collectives = defaultdict[str, list[str]](list)
     for node in graph.nodes:

@@ -188,7 +188,7 @@ class Jitted:
         if self._agreed_usage:
             return program is not None
         # A rank whose call failed reports that here.
-        comm.check_same_facts("jit", dict.fromkeys(axes, json.dumps({comm.VERB: "jit"})))
+        comm.check_same_facts("jit", dict.fromkeys(axes, json.dumps({comm.VERB_FACT: "jit"})))
         digest = None
         if program is not None:
             digest = hashlib.blake2b(program.trace_facts.encode(), digest_size=6).hexdigest()
