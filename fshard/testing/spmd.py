@@ -88,8 +88,8 @@ class _Stop(SystemExit):
     """Ends a rank whose simulation is over: no Exception, which a program may handle, and silent in a thread."""
 
 
-class _Call(NamedTuple):
-    """A collective that a rank waits in.
+class _Wait(NamedTuple):
+    """A rank's wait in a collective.
 
     Attributes:
         collective: The collective.
@@ -110,20 +110,20 @@ class _Call(NamedTuple):
         return f"waits in {self.entry or self.collective.kind}"
 
 
-def _describe_mismatch(calls: Mapping[int, _Call]) -> str | None:
+def _describe_mismatch(waits: Mapping[int, _Wait]) -> str | None:
     """Describe how the collectives that ranks of one group called differ, or return None."""
-    entries = {rank: call.entry for rank, call in calls.items() if call.entry}
-    if len(entries) == len(calls):
+    entries = {rank: wait.entry for rank, wait in waits.items() if wait.entry}
+    if len(entries) == len(waits):
         return comm.describe_difference(entries)
-    kinds = {call.collective.kind for call in calls.values()}
+    kinds = {wait.collective.kind for wait in waits.values()}
     if len(kinds) == 1:
         return None
     return f"ranks call different collectives at once: {', '.join(sorted(kinds))}"
 
 
-def _run_collective(collective: ThreadedCollective, calls: Mapping[int, _Call]) -> str | None:
+def _run_collective(collective: ThreadedCollective, waits: Mapping[int, _Wait]) -> str | None:
     """Run a collective on the data of all ranks; return the text of its failure, or None."""
-    data = [call.collective.data for call in calls.values()]
+    data = [wait.collective.data for wait in waits.values()]
     try:
         # A tensor that a rank made in inference mode can only be written to in inference mode.
         with torch.inference_mode():
@@ -134,7 +134,7 @@ def _run_collective(collective: ThreadedCollective, calls: Mapping[int, _Call]) 
 
 
 def _deliver(messages: Sequence[tuple[int, bytes, list[bytes]]]) -> None:
-    """Put the message of each rank into the list of the rank that it is for."""
+    """Put the message of each rank into the list of the rank that it is for: `run` of the collective of a swap."""
     for to, data, _ in messages:
         _, _, inbox = messages[to]
         inbox.append(data)
@@ -151,16 +151,20 @@ class _Simulation:
     """The ranks' threads, and the caller's, which alone keeps account of the ranks and runs their collectives.
 
     A rank that ran a collective would show it to its dispatch modes and torch.func levels, which see no real one.
+
+    A rank's thread runs `_rank`, and what its program calls there: `join`, `aside`, `is_idle`, `wake` and `swap`. It
+    puts into `inbox` what it asks of the caller's thread, which runs all other methods, and waits for its turn.
     """
 
     def __init__(self, f: Callable[[], Any], world_size: int, timeout: float) -> None:
         self.timeout = timeout
-        # Messages of the ranks to the caller's thread.
+        # What ranks ask of the caller's thread, which calls it.
         self.inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        # The texts of failures by the groups that they broke: the `key` of the waits there.
         self.broken: dict[tuple[str, int], str] = {}
         # What each rank knows of the others.
         self.states: list[comm.RankState] = []
-        self.waiting: dict[int, _Call] = {}
+        self.waiting: dict[int, _Wait] = {}
         # What lets a rank go on: None, or the error that it is to raise.
         self.turns = [queue.SimpleQueue[BaseException | None]() for _ in range(world_size)]
         # Ranks that can go on, in the order of their turns, and the one whose turn it is.
@@ -169,7 +173,8 @@ class _Simulation:
         # Ranks that wait outside of collectives, without a turn.
         self.beside = set[int]()
         # When the turn began, and what the rank's clock said at the last look.
-        self.began = self.computed = 0.0
+        self.began = 0.0
+        self.computed = 0.0
         # Of torch's generator of the CPU, as the program of each rank finds it.
         self.generator_state = torch.default_generator.get_state()
         # The value of a rank's program, or its error.
@@ -180,13 +185,13 @@ class _Simulation:
             threading.Thread(target=self._rank, args=(f, rank, store), name=f"rank {rank}", daemon=True)
             for rank in range(world_size)
         ]
-        # Of the times that threads have computed.
+        # The clocks of the threads, which count the time that each has computed.
         self.clocks: list[int] = []
 
     def _rank(self, f: Callable[[], Any], rank: int, store: Any) -> None:
         """Run the program of a rank, on its thread."""
-        value = error = None
-
+        value = None
+        error = None
         try:
             self._wait_for_turn(rank, self.generator_state)
             limit = timedelta(seconds=self.timeout)
@@ -210,7 +215,7 @@ class _Simulation:
         issued = state.awaited
         entry, generation = (issued.entry, state.generation) if issued else (None, -1)
         rank, generator_state = self._leave()
-        self.inbox.put(partial(self._call, rank, _Call(collective, entry, generation)))
+        self.inbox.put(partial(self._begin_wait, rank, _Wait(collective, entry, generation)))
         self._wait_for_turn(rank, generator_state)
 
     @contextmanager
@@ -311,7 +316,8 @@ class _Simulation:
         """Let the next rank go on if no other one has its turn."""
         if self.current is None and self.ready:
             self.current, error = self.ready.pop(0)
-            self.began, self.computed = time.monotonic(), self._read_clock(self.current)
+            self.began = time.monotonic()
+            self.computed = self._read_clock(self.current)
             self.turns[self.current].put(error)
 
     def _look(self) -> None:
@@ -345,16 +351,16 @@ class _Simulation:
         self._end_turn(rank)
         self.ended[rank] = value, error
 
-    def _call(self, rank: int, call: _Call) -> None:
+    def _begin_wait(self, rank: int, wait: _Wait) -> None:
         self._end_turn(rank)
-        self.waiting[rank] = call
+        self.waiting[rank] = wait
         if not self.over.is_set():
-            self._run_if_complete(call.collective)
+            self._run_if_complete(wait.collective)
 
     def _fail_broken(self) -> None:
         """Let ranks that wait in a collective of a broken group end with its error."""
-        for rank, call in list(self.waiting.items()):
-            if text := self.broken.get(call.key):
+        for rank, wait in list(self.waiting.items()):
+            if text := self.broken.get(wait.key):
                 self._answer(rank, dist.DistBackendError(text))
 
     def _answer(self, rank: int, error: BaseException | None) -> None:
@@ -366,22 +372,22 @@ class _Simulation:
         """Break the groups of ranks that wait where nobody will come to."""
         lines = [f"  rank {rank} {self.waiting.get(rank, 'has ended')}" for rank in range(len(self.threads))]
         text = "\n".join(["ranks wait for each other in different collectives", *lines])
-        self.broken |= {call.key: text for call in self.waiting.values()}
+        self.broken |= {wait.key: text for wait in self.waiting.values()}
         self._fail_broken()
 
     def _run_if_complete(self, collective: ThreadedCollective) -> None:
         """Run a collective if every member of its group has called one; break the group if that cannot be."""
-        calls = {}
+        waits = {}
         for rank in collective.ranks:
-            call = self.waiting.get(rank)
-            if call and call.collective.group == collective.group:
-                calls[rank] = call
-        if len(calls) < len(collective.ranks):
+            wait = self.waiting.get(rank)
+            if wait and wait.collective.group == collective.group:
+                waits[rank] = wait
+        if len(waits) < len(collective.ranks):
             return
-        failure = _describe_mismatch(calls) or _run_collective(collective, calls)
-        for rank, call in calls.items():
+        failure = _describe_mismatch(waits) or _run_collective(collective, waits)
+        for rank, wait in waits.items():
             if failure:
-                self.broken[call.key] = failure
+                self.broken[wait.key] = failure
             else:
                 self._answer(rank, None)
 
@@ -415,10 +421,10 @@ class _Simulation:
     def _stuck(self) -> RankError:
         """Make the error of ranks that have not ended, with the collective and the stack of each."""
         frames = sys._current_frames()
-        waits = dict.fromkeys(dict(self.ready), "waits for its turn") | self.waiting
+        states = dict.fromkeys(dict(self.ready), "waits for its turn") | self.waiting
         stacks = {}
         for rank, thread in enumerate(self.threads):
             if rank not in self.ended:
                 stack = "".join(traceback.format_stack(frames.get(thread.ident or 0)))
-                stacks[rank] = f"{waits.get(rank, 'runs')}:\n{stack}"
+                stacks[rank] = f"{states.get(rank, 'runs')}:\n{stack}"
         return stuck_ranks(self.timeout, len(self.threads), stacks)

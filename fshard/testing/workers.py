@@ -252,7 +252,7 @@ class Workers:
 
     def _receive(self, rank: int) -> _Reply:
         with suppress(EOFError, ConnectionError):
-            return _Reply(*pickle.loads(self._connections[rank].recv_bytes()))
+            return pickle.loads(self._connections[rank].recv_bytes())
         self._processes[rank].join(GRACE)
         code = self._processes[rank].exitcode or 0
         if self._closed and code == 0:
@@ -331,8 +331,9 @@ def _reply(f: Callable[[], Any]) -> bytes:
     """Pickle the value of `f`, or the traceback of its error."""
     try:
         value = f()
-        reply = _dumps((value, None, comm.rank_state().failure))
+        reply = _dumps(_Reply(value, broken=comm.rank_state().failure))
     except BaseException as error:
-        reply = pickle.dumps((None, describe_failure(error), None, isinstance(error, comm.CollectiveError)))
+        follows_another = isinstance(error, comm.CollectiveError)
+        reply = pickle.dumps(_Reply(None, describe_failure(error), follows_another=follows_another))
     sys.stdout.flush()
     return reply

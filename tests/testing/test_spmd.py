@@ -432,7 +432,7 @@ def test_an_interrupt_that_loses_the_message_of_a_rank_leaves_none_behind():
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sys.modules["fshard.testing.spmd"]._Simulation, "_call", interrupt)
+        patched.setattr(sys.modules["fshard.testing.spmd"]._Simulation, "_begin_wait", interrupt)
         with pytest.raises(KeyboardInterrupt):
             spmd(sum_of_ranks, 3)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank ")]
