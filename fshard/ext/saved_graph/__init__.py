@@ -48,15 +48,15 @@ def save_graph(directory: str | Path, f: Callable[..., Any], *args: Any, **kwarg
     if not isinstance(f, Jitted) or f.backend != "graph":
         raise ValueError(f'save_graph: f must be a function of fs.jit with the backend "graph", not {describe(f)}.')
     with calling("save_graph", lambda: flatten((args, kwargs)).axes):
-        key, program, flat = f.find_call(args, kwargs)
-    write_file(locate_file(directory), encode_program(key, program, flat, sources={}))
+        signature, program, flat = f.find_call(args, kwargs)
+    write_file(locate_file(directory), encode_program(signature, program, flat, sources={}))
 
 
-def encode_program(key: Any, program: Program, flat: Any, sources: Mapping[str, str]) -> bytes:
+def encode_program(signature: Any, program: Program, flat: Any, sources: Mapping[str, str]) -> bytes:
     """Write a program as the content of a file.
 
     Args:
-        key: The signature of the call that it is for.
+        signature: The signature of the call that it is for.
         program: The program.
         flat: The arguments of the call.
         sources: Digests of the files that the graph depends on, by path.
@@ -72,7 +72,7 @@ def encode_program(key: Any, program: Program, flat: Any, sources: Mapping[str, 
         )
     specs = [leaf.spec for leaf in flat.sharded]
     body = {
-        "arguments": _describe_arguments(key, flat),
+        "arguments": _describe_arguments(signature, flat),
         "inputs": traced.input_leaves,
         **write_nodes(traced.module.graph, flat.axes),
         "result": write_structure(traced.treedef, flat.treedef),
@@ -126,10 +126,10 @@ def load_graph(directory: str | Path) -> Callable[..., Any]:
     saved = read_file(path)
     # A call reads the nodes again, with its axes in the place of these.
     saved.read_graph(name_source(path), [fs.Axis("axis", 1, "group")] * len(saved.facts))
-    return _Loaded(name_source(path), saved)
+    return LoadedFunction(name_source(path), saved)
 
 
-class _Loaded(Jitted):
+class LoadedFunction(Jitted):
     """A jitted function whose graph is read rather than traced."""
 
     def __init__(self, source: Source, saved: SavedGraph) -> None:
@@ -137,19 +137,15 @@ class _Loaded(Jitted):
         self._source = source
         self._saved = saved
 
-    def make_program(self, key: Any, flat: Any) -> Program:
+    def make_program(self, signature: Any, flat: Any) -> Program:
+        """Read the program of a call, whose arguments must be those that the graph was traced for."""
+        self._check_arguments(_describe_arguments(signature, flat))
         saved = self._saved
-        arguments = _describe_arguments(key, flat)
-        for name in {**saved.arguments, **arguments}:
-            expected, got = saved.arguments.get(name), arguments.get(name)
-            if got != expected:
-                raise ValueError(
-                    f"load_graph: the graph is for {name}: {expected}, got {got}. Save it again for these arguments."
-                )
         module = _compat.lazy_module(saved.read_graph(self._source, flat.axes))
         with self._source.reading("result"):
             inputs = [n for n, tensor in enumerate(flat.tensors) if isinstance(tensor, torch.Tensor)]
-            are_donated, are_written = set(saved.donated), set(saved.written)
+            are_donated = set(saved.donated)
+            are_written = set(saved.written)
             donated = [leaf for leaf in inputs if leaf in are_donated]
             written = [leaf for leaf in donated if leaf in are_written]
             treedef = flatten(make_tree(saved.result, flat.treedef)).treedef
@@ -157,8 +153,9 @@ class _Loaded(Jitted):
             if not are_inputs or not treedef.num_leaves == len(saved.outputs) == len(saved.specs):
                 raise ValueError("the leaves are not those of the arguments and of the result")
             specs = [leaf.spec for leaf in flat.sharded]
+            specs_of_result = [None if n is None else specs[n] for n in saved.specs]
             return Program(
-                Traced(module, inputs, treedef, [None if n is None else specs[n] for n in saved.specs], captured=[]),
+                Traced(module, inputs, treedef, specs_of_result, captured=[]),
                 donated_leaves=donated,
                 overwritten_leaves=set(written),
                 captures=[],
@@ -167,7 +164,18 @@ class _Loaded(Jitted):
                 origin="read from a file",
             )
 
+    def _check_arguments(self, arguments: Mapping[str, str]) -> None:
+        """Refuse a call whose arguments are described otherwise than those that the graph was traced for."""
+        for name in {**self._saved.arguments, **arguments}:
+            expected = self._saved.arguments.get(name)
+            got = arguments.get(name)
+            if got != expected:
+                raise ValueError(
+                    f"load_graph: the graph is for {name}: {expected}, got {got}. Save it again for these arguments."
+                )
+
     def trace_call(self, args: Any, kwargs: Any) -> NoReturn:
+        """Refuse what asks for the graph with the shapes of its tensors."""
         raise ValueError(
             "load_graph: a saved graph has no shapes to read, plan or report. Use the function that it was saved from."
         )
@@ -180,10 +188,10 @@ def _refuse_to_run(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-def _describe_arguments(key: Any, flat: Any) -> dict[str, str]:
+def _describe_arguments(signature: Any, flat: Any) -> dict[str, str]:
     """Describe all by which calls are told apart, without names of groups, which are others in each process."""
     texts = {}
-    for name, value in {"structure": flat.treedef, **key.list_entries(flat.paths)}.items():
+    for name, value in {"structure": flat.treedef, **signature.list_entries(flat.paths)}.items():
         text = str(value)
         for axis in flat.axes:
             text = text.replace(f"group_name={axis.group_name!r}", "")

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 import fshard as fs
-from fshard.ext.saved_graph import _Loaded, encode_program
+from fshard.ext.saved_graph import LoadedFunction, encode_program
 from fshard.ext.saved_graph.file import locate_file, name_source, read_file, write_file
 from fshard.ext.saved_graph.identity import are_sources_equal, compute_identity, find_late_changes, list_sources
 from fshard.extend import Jitted, Program, expect, read_environment
 
-# Variables that differ between a launch and a restart, or between terminals, or that a trace of torch sets. They count
-# where code names them.
+# Names of variables that differ between a launch and a restart, or between terminals, or that a trace of torch sets.
+# They count where code names them.
 _OF_RANKS = r"(\w+_)?(RANK|PID|PORT|ADDR|HOST|HOSTNAME|JOB_?ID)"
 _OF_LAUNCHERS = r"(TORCHELASTIC|MASTER|FSHARD|SLURM|PMI|PMIX|OMPI|PBS|LSB|RAY)\w*"
 _OF_TERMINALS = r"(SSH|XDG|TERM|TMUX|INVOCATION|JOURNAL|PYTEST|TORCHINDUCTOR)\w*|_|SHLVL|PWD|OLDPWD|WINDOWID"
@@ -117,7 +117,7 @@ def _read(path: Path, signature: Any, flat: Any) -> Program | None:
     saved = read_file(path) if path.exists() else None
     if saved is None or not are_sources_equal(saved.sources):
         return None
-    return _Loaded(name_source(path), saved).make_program(signature, flat)
+    return LoadedFunction(name_source(path), saved).make_program(signature, flat)
 
 
 def _warn(outcome: str, error: Exception) -> None:

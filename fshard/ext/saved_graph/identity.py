@@ -26,14 +26,15 @@ import fshard as fs
 from fshard.extend import Jitted, Mesh, files, is_users_file, read_environment
 
 _INSTALLED = tuple(map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
-# What tells one piece of code from another, but for its place in a file.
-_OF_CODE = """
+# The attributes that tell one piece of code from another, but for its place in a file.
+_CODE_ATTRIBUTES = """
     co_code co_consts co_names co_varnames co_freevars co_cellvars co_flags
     co_exceptiontable co_argcount co_posonlyargcount co_kwonlyargcount
 """
-# Attributes of what is known by its name, or is made of functions and of what these are bound to.
-_OF_NAMED = "__module__ __qualname__ __name__ __self__ __func__ __wrapped__ fget fset fdel func"
-_NAMED = (
+# The types of values that are known by their names, or are made of functions and of what these are bound to; and the
+# attributes that tell them apart.
+_NAMING_ATTRIBUTES = "__module__ __qualname__ __name__ __self__ __func__ __wrapped__ fget fset fdel func"
+_NAMED_TYPES = (
     types.BuiltinFunctionType,
     types.MethodType,
     types.GetSetDescriptorType,
@@ -44,8 +45,8 @@ _NAMED = (
     functools.cached_property,
     type(functools.cache(len)),
 )
-# What a class has for Python itself, and pickle refuses.
-_OF_PYTHON = ("_abc_impl", "__annotations__")
+# Attributes that a class has for Python itself, and pickle refuses.
+_INTERNAL_ATTRIBUTES = ("_abc_impl", "__annotations__")
 
 
 def compute_identity(values: Any, axes: Iterable[fs.Axis]) -> str:
@@ -121,7 +122,7 @@ def _take_class_apart(cls: type) -> list[Any]:
     names = [cls.__module__, cls.__qualname__]
     if _is_library(cls.__module__):
         return names
-    attributes = [(name, part) for name, part in vars(cls).items() if name not in _OF_PYTHON]
+    attributes = [(name, part) for name, part in vars(cls).items() if name not in _INTERNAL_ATTRIBUTES]
     return [*names, type(cls), cls.__bases__, attributes]
 
 
@@ -164,7 +165,7 @@ def _list_names(code: types.CodeType) -> Iterator[str]:
 # What pickle does not take apart, or where it takes what a call changes or other processes name differently.
 _PARTS: Mapping[type, Callable[[Any], Any]] = MappingProxyType(
     {
-        types.CodeType: attrgetter(*_OF_CODE.split()),
+        types.CodeType: attrgetter(*_CODE_ATTRIBUTES.split()),
         # A cell is empty before the variable is assigned.
         types.CellType: lambda cell: [cell.cell_contents] if cell != types.CellType() else [],
         MappingProxyType: dict,
@@ -176,7 +177,9 @@ _PARTS: Mapping[type, Callable[[Any], Any]] = MappingProxyType(
         torch.Tensor: lambda x: [*x.shape, *x.stride(), x.dtype, x.device, x.requires_grad],
         Jitted: attrgetter("_f", "_donate_argnums", "_static_argnums", "_static_argnames", "backend", "passes"),
         Mesh: lambda mesh: [mesh.mesh.tolist(), mesh.mesh_dim_names, mesh.device_type],
-        **dict.fromkeys(_NAMED, lambda value: [getattr(value, name, None) for name in _OF_NAMED.split()]),
+        **dict.fromkeys(
+            _NAMED_TYPES, lambda value: [getattr(value, name, None) for name in _NAMING_ATTRIBUTES.split()]
+        ),
     }
 )
 
