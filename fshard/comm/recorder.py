@@ -65,7 +65,7 @@ def start(op: str, kernel: Callable[[PendingCollective], Tensors], arguments: Op
     row_dims = 1 if arguments.sizes else 0
     shapes = tuple((tensor.dtype, tensor.shape[row_dims:]) for tensor in arguments.tensors)
     issued = _issue(op, shapes, arguments)
-    buffers = _run_waiting(issued, "", kernel, issued)
+    buffers = _run_waiting(issued, kernel)
     issued.left = len(buffers)
     for buffer in buffers:
         buffer.__dict__["issued"] = issued
@@ -125,31 +125,32 @@ def spread(known: bytes, merge: Merge, axis: Axis, label: Label, parts: str) -> 
     issued.left = 1
     _notify_watchers(issued, "started")
     _notify_watchers(issued, "waits")
-    union = _run_waiting(issued, "", swap_in_rounds, issued, known, merge)
+    union = _run_waiting(issued, swap_in_rounds, known, merge)
     _notify_watchers(issued, "landed")
     return union
 
 
-def _run_waiting(issued: PendingCollective, moment: str, run: Callable[..., Any], *args: Any) -> Any:
+def _run_waiting(issued: PendingCollective, run: Callable[..., Any], *args: Any, is_started: bool = False) -> Any:
     """Call a function that may wait for other ranks, and say why where it fails.
 
     Args:
         issued: The collective.
-        moment: " wait" where a buffer is waited for, as a profile shows it behind the collective; "" where it starts.
-        run: The function.
-        *args: Its arguments.
+        run: The function, of the collective and other arguments.
+        *args: The other arguments.
+        is_started: Whether a buffer of the collective is waited for, rather than started. A profile shows which, and
+            errors of a start that are not from the connections are raised as they are.
     """
     state = issued.state
     if _compat.is_profiling():
         about = decode_label(issued.label)
+        moment = " wait" if is_started else ""
         run = _compat.show_range(f"fshard::{issued.op}{moment} ({about.unit or about.verb})", run)
     # The thread that watches tells waits apart by their beginnings.
     issued.since = time.monotonic()
     state.awaited = issued
-    # Errors of a start that are not from the connections are raised as they are.
-    kind = RuntimeError if moment else dist.DistError
+    kind = RuntimeError if is_started else dist.DistError
     try:
-        return run(*args)
+        return run(issued, *args)
     except kind as error:
         raise fail_collective(state, issued, error) from error
     except BaseException as error:
@@ -163,12 +164,13 @@ def _run_waiting(issued: PendingCollective, moment: str, run: Callable[..., Any]
 
 @functools.lru_cache(maxsize=1024)
 def _texts(op: str, axis: str, label: str, shapes: Shapes) -> tuple[str, str]:
-    """Write a collective for the chain, and for messages."""
+    """Write a collective for the hash of the chain, where it must be the same on every rank, and for messages."""
     about = decode_label(label)
     # Ranks that begin different calls hear of it by the message itself.
     who = "compare" if about.is_comparison else f"{about.verb} {about.units or about.leaves}"
-    unit, shown = f" of {about.unit}" if about.unit else "", about.parts or describe_tensors(shapes)
-    return f"{op} over {axis}: {who}: {about.parts} {shapes}\n", f"({about.verb}{unit}) over {axis!r} of {shown}"
+    hashed = f"{op} over {axis}: {who}: {about.parts} {shapes}\n"
+    unit = f" of {about.unit}" if about.unit else ""
+    return hashed, f"({about.verb}{unit}) over {axis!r} of {about.parts or describe_tensors(shapes)}"
 
 
 def finish(buffer: torch.Tensor) -> torch.Tensor:
@@ -188,7 +190,7 @@ def finish(buffer: torch.Tensor) -> torch.Tensor:
         return _compat.WAIT_TENSOR(buffer)
     issued.state.in_flight.pop(id(buffer), None)
     _notify_watchers(issued, "waits")
-    result = _run_waiting(issued, " wait", _land, issued, buffer)
+    result = _run_waiting(issued, _land, buffer, is_started=True)
     issued.left -= 1
     _notify_watchers(issued, "landed")
     _compat.wait_until_released(buffer.__dict__.pop("under_way", ()))
