@@ -71,7 +71,7 @@ def supports_cpu_messages(axis: Axis) -> bool:
 
 
 def has_one_rank(axis: Axis) -> bool:
-    """Whether nothing is to be sent over an axis."""
+    """Whether nothing is to be sent over an axis. While there are fake axes, refuses an axis that is none of them."""
     if refuse := refuse_other.get():
         refuse(axis)
     return axis.size == 1

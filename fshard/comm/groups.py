@@ -28,7 +28,7 @@ class ChainEntry(NamedTuple):
         number: How many collectives the group had started with it.
         chain_hash: A hash of it and of all before it.
         text: Its name, what it carries, for whom, over which axis.
-        place: This rank's in the group.
+        place: This rank's place in the group.
         sends: For each rank the rows that it is sent; none if all ranks send the same.
         receives: For each rank the rows that it sends here.
     """
@@ -49,17 +49,20 @@ class Group:
     """The ranks of an axis, and this rank's connections to them.
 
     Attributes:
-        name: Of the axis's process group, the same on all its ranks.
-        ranks: Their numbers in the whole run.
+        name: The name of the axis's process group, the same on all its ranks.
+        ranks: The numbers of its ranks in the whole run.
         local_rank: This rank's place in `ranks`.
         pair: The connections that rows of tensors are sent over; None beside a backend that sends itself, and for
             simulated ranks.
-        timeout: Seconds that a rank waits there for another.
-        chain: The last collectives that have been started, behind number 0, which none has; `recorder.py` writes it.
+        timeout: Seconds that a rank waits for another one of them.
+        chain: The last collectives that have been started. Before the first one it has an entry of number 0, which
+            stands for none.
         updates: A hash of all updates that this rank has made of states that live on these ranks.
-        unseen: The last of those since the last collective, newest first; the next one shows them to the others.
-        links: The `Links` over which ranks agree; of simulated ranks what simulates them, which swaps as these do.
-        receives: Those by which this rank has found out which connections have ended; see `_compat.find_lost_peers`.
+        unseen: A text of the updates since the last collective, newest first, which the next collective shows to the
+            others.
+        links: The `Links` over which ranks agree; for simulated ranks the simulation, which has a `swap` as these do.
+        receives: What this rank has posted to find out which connections have ended. It must live until they are cut;
+            see `_compat.find_lost_peers`.
         device: The device whose memory rows are sent from: an accelerator where its backend sends them.
     """
 
@@ -112,17 +115,18 @@ class PendingCollective:
     """One collective under way.
 
     Attributes:
-        collective: The entry of a record; None if nobody watched as it started.
+        collective: Its entry in a record; None if nobody watched as it started.
         state: What this rank knows of the others.
-        group: The group of fshard's own.
-        entry: Its place in the group's chain.
+        group: The ranks that take part.
+        entry: Its entry in the group's chain.
         watchers: Those who are told of it.
         op: Its name.
         label: The encoded label of its caller.
         left: Buffers that have not been waited for.
         since: When this rank began to wait for it last.
-        awaits: Of an exchange over links its round, infinity behind the last one, else -1; and the ranks that this one
-            may wait for.
+        awaits: A round and ranks, as one value, because another thread reads both: the round of an exchange over links,
+            infinity behind the last one, and -1 for a collective that is none; and the ranks that this one may wait
+            for.
     """
 
     collective: Any
@@ -143,8 +147,8 @@ class RankState:
 
     Attributes:
         rank: Its number.
-        store: By which ranks found each other; what is written there begins with the generation.
-        simulation: Of a simulated rank what knows all of them (`states`), and ends their waits (`wake`); None for a
+        store: The store by which ranks found each other; what is written there begins with the generation.
+        simulation: For a simulated rank, what knows all of them (`states`) and ends their waits (`wake`); None for a
             process.
         generation: How often groups have been made anew.
         groups: By the name of the axis's process group.

@@ -30,19 +30,20 @@ __all__ = ["LONGEST_WAIT", "Listener", "connect_to", "prepare_link", "receive"]
 HEADER = struct.Struct("!IBQ")
 # What a rank that connects says first: the secret of the other rank, and its own number.
 HELLO = struct.Struct("!16sI")
-# Seconds that a listener waits for each part of it, while others wait.
+# Seconds that a listener waits for each part of this hello, while others wait.
 HELLO_TIME = 2.0
 # Seconds of a wait at most.
 LONGEST_WAIT = 1e6
 # How many connections may wait until this rank looks at them.
 BACKLOG = 128
 # Bytes of a part of a message, and those that the system keeps for a link at least.
-PART_BYTES, BUFFER_BYTES = 2**15, 2**18
+PART_BYTES = 2**15
+BUFFER_BYTES = 2**18
 # Seconds that a listener waits for a connection.
 ACCEPT_TIME = 0.5
 # The request by which Linux tells the address of an interface, and where in the answer that is.
-SIOCGIFADDR, ADDRESS_BYTES = 0x8915, slice(20, 24)
-
+SIOCGIFADDR = 0x8915
+ADDRESS_BYTES = slice(20, 24)
 # When TCP asks whether an idle peer is there still, in seconds, and how often in vain.
 KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
 
@@ -118,7 +119,7 @@ class Links:
         place = [issued.entry.chain_hash, number]
         message = memoryview(HEADER.pack(*place, len(data)) + data)
         received = bytearray()
-        # More once the header has come.
+        # How many bytes come; more once the header has said so.
         size = HEADER.size
         try:
             while message or len(received) < size:
@@ -252,8 +253,9 @@ def prepare_link(link: socket.socket, timeout: float) -> None:
 
 def find_host(store: Any) -> str:
     """Find the address by which other ranks reach this one."""
-    for name in _compat.interfaces_of_gloo():
-        return _address_of_interface(name)
+    interfaces = _compat.interfaces_of_gloo()
+    if interfaces:
+        return _address_of_interface(interfaces[0])
     # Where ranks found each other by a file, by the name of this host, as gloo does.
     server = _compat.server_of(store) or (socket.gethostname(), 1)
     try:

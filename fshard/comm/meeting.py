@@ -44,11 +44,14 @@ T = TypeVar("T")
 # Seconds between two looks at the others while a constructor waits for them.
 LOOK_INTERVAL = 0.7
 # Seconds in which one rank finds out for all others which are late, and in which those that wait answer it.
-SEARCH_TIME, ANSWER_TIME = 5.0, 2.0
+SEARCH_TIME = 5.0
+ANSWER_TIME = 2.0
 # The key of an `Arrival`.
 ENTRY = "entry/{}"
-# Counts the ranks that have waited too long; others answer the first of them as long as they wait.
-ASKERS, ANSWER = "askers", "answer/{}"
+# Counts the ranks that have waited too long.
+ASKERS = "askers"
+# By which others answer the first of these as long as they wait.
+ANSWER = "answer/{}"
 # What follows from what all ranks bring.
 END = "end"
 # Counts the ranks that have come, but for those that have given up.
@@ -283,7 +286,9 @@ class Meeting:
             links |= arrived
             if self._reason or time.monotonic() > self._since + self.timeout:
                 raise TimeoutError
-            for peer in () if arrived else missing:
+            if arrived:
+                continue
+            for peer in missing:
                 # See whether it is there. One that is slow may have no room for another connection.
                 with suppress(TimeoutError):
                     self._reach(peer, ACCEPT_TIME).close()
