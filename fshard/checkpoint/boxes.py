@@ -79,8 +79,8 @@ class Entry(NamedTuple):
         return cls(tensor.dtype, tuple(tensor.shape), lambda slices: tensor.detach()[slices].clone())
 
 
-def is_tensor(leaf: Any) -> bool:
-    """Whether a leaf holds elements: a tensor, or Sharded."""
+def has_elements(leaf: Any) -> bool:
+    """Whether a leaf is a tensor, or Sharded."""
     return is_sharded(leaf) or torch.is_tensor(leaf)
 
 

@@ -112,7 +112,7 @@ def choose_name(directory: Path, step: int, ranks: int) -> Path:
     return directory / f"{_SAVING}step-{step:08d}.{number}.{ranks}.{secrets.token_hex(8)}"
 
 
-def remove(path: Path) -> None:
+def remove_directory(path: Path) -> None:
     """Remove a directory. One that cannot be removed stays, and so does a link.
 
     The directory loses its name first, so that nobody takes half of it for a checkpoint, or completes it.
@@ -135,10 +135,10 @@ def keep_newest(directory: Path, count: int | None) -> None:
     paths = [checkpoint.path for checkpoint in list_checkpoints(directory)]
     removable = [path for path in paths if not path.is_symlink() and (path / MANIFEST).is_file()]
     for path in removable[:-count]:
-        remove(path)
+        remove_directory(path)
 
 
-def sync(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     """Have the content of a directory on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from fshard import _compat, comm
-from fshard.checkpoint.boxes import Box, Entry, is_tensor, local_box
+from fshard.checkpoint.boxes import Box, Entry, has_elements, local_box
 from fshard.checkpoint.errors import CheckpointError, describe_failure
 from fshard.checkpoint.files import digest, name_of
 from fshard.errors import Problem, describe_error, expect, refuse
@@ -157,17 +157,18 @@ class Exchange:
         facts |= values
         hashes = self._hash_replicas(leaves)
         compared = {"facts": facts, **hashes}
-        holders_of: Any = {}
+        local: Any = {}
         for name, content in compared.items():
-            holders_of[name] = {_digest(content): [self.rank]}
-        ranks_of = self.merge_objects(holders_of, join_ranks)
-        if any(len(ranks_of_digest) > 1 for ranks_of_digest in ranks_of.values()):
+            local[name] = {_digest(content): [self.rank]}
+        # For the name of all that is compared, and for each digest of that, the ranks that have it.
+        ranks_by_digest = self.merge_objects(local, join_ranks)
+        if any(len(digests) > 1 for digests in ranks_by_digest.values()):
             remedy = "make all but the values of Sharded leaves the same on every rank"
             self.check_agreement(facts, "ranks hold different leaves", remedy)
             self._refuse_values(hashes)
         holders = {path: [self.rank] for path in leaves}
         for boxes, hash_by_path in hashes.items():
-            (ranks,) = ranks_of[boxes].values()
+            (ranks,) = ranks_by_digest[boxes].values()
             holders |= dict.fromkeys(hash_by_path, ranks)
         return holders
 
@@ -226,7 +227,7 @@ class Exchange:
             refuse(f"{self.label}: leaves do not fit", _list_misfits(leaves, entries), remedy)
             results = {}
             for name, leaf in leaves.items():
-                if is_tensor(leaf):
+                if has_elements(leaf):
                     results[name] = _read_leaf(name, leaf, entries[name])
                 else:
                     results[name] = entries[name][0]
@@ -250,7 +251,7 @@ def _digest(content: Any) -> str:
 
 def describe_leaf(leaf: Any) -> str:
     """Describe a leaf or an entry for an error: its dtype and global shape, or what else it is."""
-    if not is_tensor(leaf) and not isinstance(leaf, Entry):
+    if not has_elements(leaf) and not isinstance(leaf, Entry):
         return describe(leaf)
     return f"{name_of(leaf.dtype)}{list(leaf.shape)}"
 

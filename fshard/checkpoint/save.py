@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from fshard.checkpoint import directory as directories
 from fshard.checkpoint import files
-from fshard.checkpoint.boxes import LocalBox, is_tensor, local_box
+from fshard.checkpoint.boxes import LocalBox, has_elements, local_box
+from fshard.checkpoint.directory import choose_name, lock, remove_directory
 from fshard.checkpoint.exchange import Exchange
 from fshard.checkpoint.host_copies import copy_to_host
 from fshard.checkpoint.saving import Saving
@@ -110,11 +110,11 @@ def _start(
                 pairs = zip(boxes.items(), copies, strict=True)
                 boxes = {path: box._replace(tensor=copy) for (path, box), copy in pairs}
             if exchange.rank == 0:
-                stack.enter_context(directories.lock(root))
+                stack.enter_context(lock(root))
                 for leftover in complete_leftovers(root):
-                    directories.remove(leftover)
+                    remove_directory(leftover)
                 # Only now, because a rank of a killed run may complete its checkpoint until the leftovers are removed.
-                temporary = directories.choose_name(root, manifest.step, exchange.ranks.size)
+                temporary = choose_name(root, manifest.step, exchange.ranks.size)
                 Unfinished(temporary).content.mkdir(parents=True)
                 name = temporary.name
         unfinished = Unfinished(root / exchange.take_first(name), keep)
@@ -148,7 +148,7 @@ def describe_state(exchange: Exchange, state: Tree, step: int) -> tuple[dict[str
     # The order of a dict's entries is no part of a state, and may differ between ranks.
     for path in sorted(leaves):
         leaf = leaves[path]
-        if is_tensor(leaf):
+        if has_elements(leaf):
             tensors[path] = leaf
             stored[path] = files.StoredLeaf(files.name_of(leaf.dtype), tuple(leaf.shape), chunks=())
         else:

@@ -5,7 +5,8 @@ import secrets
 import shutil
 from pathlib import Path
 
-from fshard.checkpoint import directory, files
+from fshard.checkpoint import files
+from fshard.checkpoint.directory import UNFINISHED, keep_newest, list_leftovers, remove_directory, sync_directory
 from fshard.checkpoint.errors import CheckpointError
 
 
@@ -33,7 +34,7 @@ class Unfinished:
         Raises:
             CheckpointError: if it is no directory of a checkpoint in the making.
         """
-        match = directory.UNFINISHED.fullmatch(temporary.name)
+        match = UNFINISHED.fullmatch(temporary.name)
         if not match:
             raise CheckpointError(f"{temporary}: is no checkpoint in the making")
         self.path = temporary.with_name(match[1])
@@ -45,7 +46,7 @@ class Unfinished:
 
     def remove(self) -> None:
         """Remove the directory with all that is in it, unless the checkpoint is complete."""
-        directory.remove(self._temporary)
+        remove_directory(self._temporary)
 
     def report(self, rank: int, manifest: files.Manifest) -> None:
         """Tell the first rank that a rank has written its file, by a manifest with the chunks of this rank."""
@@ -76,9 +77,9 @@ class Unfinished:
             # Somebody else was faster, and nothing has its old name any more.
             if not self.path.is_dir():
                 raise
-        directory.sync(self.path.parent)
+        sync_directory(self.path.parent)
         shutil.rmtree(self._temporary, ignore_errors=True)
-        directory.keep_newest(self.path.parent, self._keep)
+        keep_newest(self.path.parent, self._keep)
         return []
 
     def _name(self) -> None:
@@ -93,7 +94,7 @@ class Unfinished:
         files.write_file(draft, files.encode(files.merge(reports)))
         os.replace(draft, self.content / files.MANIFEST)
         files.CheckpointReader(self.content).check_files()
-        directory.sync(self.content)
+        sync_directory(self.content)
         os.rename(self.content, self.path)
 
     def _report_of(self, rank: int) -> Path:
@@ -112,7 +113,7 @@ def complete_leftovers(root: Path) -> list[Path]:
         The leftovers that are of no use, such as those that a rank had not written its file of.
     """
     useless = []
-    for leftover in directory.list_leftovers(root):
+    for leftover in list_leftovers(root):
         try:
             Unfinished(leftover).complete()
         except (CheckpointError, FileNotFoundError):

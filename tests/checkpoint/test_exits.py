@@ -103,7 +103,7 @@ def make(tmp_path):
 
     def unfinished(ranks, step=1, keep=None):
         for leftover in complete_leftovers(tmp_path):
-            directory.remove(leftover)
+            directory.remove_directory(leftover)
         temporary = directory.choose_name(tmp_path, step, ranks)
         views = [Unfinished(temporary, keep) for _ in range(ranks)]
         views[0].content.mkdir(parents=True)

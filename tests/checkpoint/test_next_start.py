@@ -9,7 +9,7 @@ import torch
 
 from fshard import checkpoint
 from fshard.checkpoint import CheckpointError, files, saving, unfinished
-from fshard.checkpoint.directory import remove
+from fshard.checkpoint.directory import remove_directory
 from fshard.checkpoint.unfinished import Unfinished
 from fshard.testing import spmd
 from tests.checkpoint.states import (
@@ -172,7 +172,7 @@ def test_a_directory_is_removed_while_another_removes_it(leftover, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "unlink", unlink_second)
-        remove(leftover)
+        remove_directory(leftover)
     assert taken
     assert names(leftover.parent) == [FIRST]
 
