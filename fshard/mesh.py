@@ -373,7 +373,7 @@ def _sends_itself(device: str) -> bool:
     if device == "cpu":
         return False
     if dist.is_initialized():
-        return _compat.serves_accelerator(all_ranks_axis().group_name)
+        return bool(_compat.served_accelerators(all_ranks_axis().group_name))
     # Ranks that share devices send through the processor. Whether they do is found out later.
     return dist.get_default_backend_for_device(device) != "gloo" and not _has_few_devices()
 

@@ -225,13 +225,11 @@ def interfaces_of_gloo() -> list[str]:
     return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
 
 
-def serves_accelerator(name: str) -> bool:
-    """Tell whether the process group of a name has a backend that sends the tensors of an accelerator itself."""
-    return bool(_served_accelerators(name))
+def served_accelerators(name: str) -> list[str]:
+    """List the types of accelerators whose tensors a backend of the process group of a name sends itself.
 
-
-def _served_accelerators(name: str) -> list[str]:
-    """List the types of the devices that backends serve which do not serve the processor."""
+    They are those that a backend serves which does not serve the processor.
+    """
     backends = group_devices(name)
     return [device for device, backend in backends.items() if backend != backends.get("cpu")]
 
@@ -242,7 +240,7 @@ def abort_backends(name: str) -> None:
     Checked on 2.13.
     """
     group = resolve_process_group(name)
-    for device in _served_accelerators(name):
+    for device in served_accelerators(name):
         # What another rank has ended already cannot be ended cleanly.
         with suppress(RuntimeError):
             group._get_backend(torch.device(device)).abort()
@@ -258,7 +256,7 @@ def replace_group(name: str, generation: int, store: Any) -> None:
         generation: How often groups have been made anew.
         store: Where its ranks find each other; no others know its prefix.
     """
-    if not serves_accelerator(name):
+    if not served_accelerators(name):
         return
     abort_backends(name)
     old = resolve_process_group(name)
@@ -514,7 +512,7 @@ def wait_in_store(store: Any, keys: Sequence[str], seconds: float, meanwhile: Ca
         store: The store.
         keys: The keys.
         seconds: How long to wait.
-        meanwhile: Called from time to time while this rank waits.
+        meanwhile: Called from time to time while this rank waits; the default does nothing.
 
     Raises:
         RuntimeError: if they do not come, or the store is gone.

@@ -102,7 +102,7 @@ def _connect(state: RankState, group: Group, meeting: Meeting, *, of_processors:
         return meeting.run(lambda client: make(dist.PrefixStore(prefix, client)))  # type: ignore[attr-defined]
 
     with _compat.collecting_sockets(state.store) as sockets:
-        if of_processors or not _compat.serves_accelerator(group.name):
+        if of_processors or not _compat.served_accelerators(group.name):
             # All ranks are here, so that the constructors of gloo, where Ctrl-C is not heard, do not wait for long.
             group.pair = _compat.make_pair(group.name, run)
         if group.pair is None:

@@ -127,7 +127,7 @@ def _spec_of_rows(spec: Spec, shape: tuple[int, ...]) -> Spec:
 
 
 def _has_state(spec: Spec) -> bool:
-    return spec.transform is not None and not spec.frozen and reduction(spec.transform).has_state
+    return not spec.frozen and reduction(spec.transform).has_state
 
 
 def _init(spec: Spec, zero: torch.Tensor) -> Tree:

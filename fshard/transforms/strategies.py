@@ -113,7 +113,7 @@ def zero2(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> Sh
 
 def _bytes_over(axis: Axis) -> int:
     is_connected = axis.size > 1 and _compat.group_size(axis.group_name)
-    sends_itself = is_connected and _compat.serves_accelerator(axis.group_name)
+    sends_itself = is_connected and _compat.served_accelerators(axis.group_name)
     return ACCELERATOR_BYTES if sends_itself else HOST_BYTES
 
 

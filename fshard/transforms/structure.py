@@ -1,7 +1,6 @@
 """Facts about a transform, read off the transforms that it is made of."""
 
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +21,6 @@ from fshard.transforms.base import (
 from fshard.transforms.local import _Cast
 from fshard.tree import Axis, Spec
 from fshard.tree.checks import describe
-
-# The forms of a scatter.
-SCATTERS = ("scatter", "start_scatter")
 
 
 def layout_axes(transform: ShardTransform) -> tuple[Axis, ...]:
@@ -119,11 +115,16 @@ def _read_reduction(transform: ShardTransform) -> Reduction:
 
 
 def _find_halves(transform: Any) -> tuple[ShardTransform, ShardTransform] | None:
-    while isinstance(transform, Wrapped) and all(map(partial(is_default, type(transform)), SCATTERS)):
+    while isinstance(transform, Wrapped) and _scatters_as_inner(type(transform)):
         transform = transform.inner
     stages = transform.stages if isinstance(transform, Container) else ()
     summing = [number for number, stage in enumerate(stages) if summed_axes(stage)]
     return split_stages(transform, summing[0] + 1) if len(summing) > 1 else None
+
+
+def _scatters_as_inner(cls: type[Wrapped]) -> bool:
+    """Whether a class leaves both forms of scatter to the transform that it wraps."""
+    return is_default(cls, "scatter") and is_default(cls, "start_scatter")
 
 
 def split_stages(transform: Any, number: int) -> tuple[ShardTransform, ShardTransform]:

@@ -16,7 +16,8 @@ class Exact:
 
     def __init__(self, value: Any) -> None:
         """Keep the value; TypeError if it cannot be hashed."""
-        self.value, self._key = value, exact_key(value)
+        self.value = value
+        self._key = exact_key(value)
         # Keys are looked up often, and tuples hash anew each time.
         self._hash = hash(self._key)
 

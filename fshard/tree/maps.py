@@ -121,7 +121,9 @@ def take_tensors(tree: Tree) -> tuple[list[torch.Tensor], Callable[[Iterable[Any
     """
     leaves, treedef = optree.tree_flatten(tree)
     tensors = {i: leaf for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)}
-    for i in tensors:
+    # The positions alone, and None in the place of tensors, so that the function does not hold them.
+    positions = list(tensors)
+    for i in positions:
         leaves[i] = None
 
     def put(values: Iterable[Any]) -> Tree:
@@ -130,7 +132,6 @@ def take_tensors(tree: Tree) -> tuple[list[torch.Tensor], Callable[[Iterable[Any
             new_leaves[i] = value
         return unflatten(treedef, new_leaves)
 
-    positions = list(tensors)
     return list(tensors.values()), put
 
 

@@ -43,7 +43,7 @@ def test_keys_of_a_group_of_thousands_of_ranks_fit_in_the_store(monkeypatch):
     monkeypatch.setattr(_compat, "resolve_process_group", lambda _: None)
     monkeypatch.setattr(_compat, "timeout_of", lambda _: 20.0)
     monkeypatch.setattr(_compat, "make_pair", make_pair)
-    monkeypatch.setattr(_compat, "serves_accelerator", lambda _: False)
+    monkeypatch.setattr(_compat, "served_accelerators", lambda _: [])
     monkeypatch.setattr(connect, "swap_in_rounds", lambda *_: b"")
     monkeypatch.setattr(Meeting, "agree", agree_alone)
     connect.connect_groups(RankState(7, store, watcher="none"), ["12"])
