@@ -1,7 +1,6 @@
 """Donation: which result takes the memory of which donated argument, and where in the graph it is written there."""
 
 from collections.abc import Collection, Mapping
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +12,6 @@ from fshard.jit.trace import Traced
 from fshard.tree import Flat, Treedef, tensor_of
 
 aten = torch.ops.aten
-
-
-class _Part(NamedTuple):
-    """A part of a tree: the numbers of its leaves, and its structure."""
-
-    leaves: range
-    structure: Treedef
 
 
 class DonatedInputs(NamedTuple):
@@ -52,14 +44,15 @@ def match_donated_outputs(flat: Flat, result: Treedef, argnums: Collection[int])
     Raises:
         ValueError: if the result has no such part.
     """
-    arguments = _split_into_parts(flat.treedef.children()[0])
-    candidates = [_Part(range(result.num_leaves), result), *_split_into_parts(result)]
+    arguments = list(_number_leaves(flat.treedef.children()[0]).children)
+    whole_result = _number_leaves(result)
+    candidates = [whole_result, *whole_result.children]
     result_of_donated_leaf: dict[int, int] = {}
     # Large arguments first, so that a state is matched before a part of it: gradients look like its parameters.
     for number in sorted(argnums, key=lambda number: -len(arguments[number].leaves)):
         argument = arguments[number]
         taken = set(result_of_donated_leaf.values())
-        alike = [part for part in candidates if part.structure == argument.structure]
+        alike = [part for part in candidates if part.treedef == argument.treedef]
         free = [part for part in alike if taken.isdisjoint(part.leaves)]
         if not free:
             raise ValueError(
@@ -70,11 +63,9 @@ def match_donated_outputs(flat: Flat, result: Treedef, argnums: Collection[int])
     return result_of_donated_leaf
 
 
-def _split_into_parts(treedef: Treedef) -> list[_Part]:
-    """List the children of a tree."""
-    children = treedef.children()
-    ends = accumulate(child.num_leaves for child in children)
-    return [_Part(range(end - child.num_leaves, end), child) for end, child in zip(ends, children, strict=True)]
+def _number_leaves(treedef: Treedef) -> Flat:
+    """Make a tree of a structure whose leaves are their own numbers."""
+    return Flat(list(range(treedef.num_leaves)), treedef)
 
 
 def pair_inputs_with_results(traced: Traced, flat: Flat, result_of_donated_leaf: Mapping[int, int]) -> DonatedInputs:

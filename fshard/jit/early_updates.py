@@ -107,6 +107,7 @@ def _split_list_operators(graph: Graph) -> dict[Node, _SplitPart]:
         number_of_entries = _count_entries(node)
         if not number_of_entries:
             continue
+        # What the node has, rather than the node: its arguments go when it is erased.
         add = partial(_add_entries, graph, node.target, node.args, node.kwargs, node.meta)
         with graph.inserting_before(node):
             parts = [add([number]) for number in range(number_of_entries)]
