@@ -292,6 +292,37 @@ def start_all_reduce(tensors: Tensors, axis: Axis, label: Caller, *, in_tree: bo
     return finish
 
 
+def start_all_to_all(
+    tensors: Tensors, send: Sequence[int], receive: Sequence[int], axis: Axis, label: Caller
+) -> Finish:
+    """Start to send different rows to each rank.
+
+    Args:
+        tensors: The rows for all ranks, in rank order; the dtypes and shapes of rows are the same on every rank.
+        send: For each rank of the axis how many rows of each tensor it gets.
+        receive: For each rank how many rows it sends here.
+        axis: The ranks that take part.
+        label: The name of the caller, for the recorder.
+
+    Returns:
+        A function that waits and returns for each tensor the rows that ranks have sent, in rank order.
+
+    >>> import torch, fshard as fs
+    >>> def program():
+    ...     axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))
+    ...     first = fs.comm.rank(axis) == 0
+    ...     send, receive = ([0, 3], [0, 0]) if first else ([0, 0], [3, 0])
+    ...     finish = fs.comm.start_all_to_all([torch.ones(sum(send))], send, receive, axis, "example")
+    ...     return finish()[0].tolist()
+    >>> fs.testing.spmd(program, world=2)
+    [[], [1.0, 1.0, 1.0]]
+    """
+    if has_one_rank(axis) or not tensors:
+        return lambda: list(tensors)
+    tensors = [tensor.detach() for tensor in tensors]
+    return _start(lambda rows, *where: ops.all_to_all(rows, send, receive, *where), tensors, axis, label, row_dims=1)
+
+
 def _split_into_rows(tensor: torch.Tensor, size: int) -> torch.Tensor:
     """Split a tensor's elements into `size` equal rows; the last rows are filled up with zeros."""
     flat = tensor.reshape(-1)
@@ -427,34 +458,3 @@ def all_to_all(tensors: Tensors, send: Sequence[int], receive: Sequence[int], ax
     [[[0], [10]], [[1], [11]]]
     """
     return start_all_to_all(tensors, send, receive, axis, label)()
-
-
-def start_all_to_all(
-    tensors: Tensors, send: Sequence[int], receive: Sequence[int], axis: Axis, label: Caller
-) -> Finish:
-    """Start to send different rows to each rank.
-
-    Args:
-        tensors: The rows for all ranks, in rank order; the dtypes and shapes of rows are the same on every rank.
-        send: For each rank of the axis how many rows of each tensor it gets.
-        receive: For each rank how many rows it sends here.
-        axis: The ranks that take part.
-        label: The name of the caller, for the recorder.
-
-    Returns:
-        A function that waits and returns for each tensor the rows that ranks have sent, in rank order.
-
-    >>> import torch, fshard as fs
-    >>> def program():
-    ...     axis = fs.axis_of(fs.init_mesh({"shard": -1}, device="cpu"))
-    ...     first = fs.comm.rank(axis) == 0
-    ...     send, receive = ([0, 3], [0, 0]) if first else ([0, 0], [3, 0])
-    ...     finish = fs.comm.start_all_to_all([torch.ones(sum(send))], send, receive, axis, "example")
-    ...     return finish()[0].tolist()
-    >>> fs.testing.spmd(program, world=2)
-    [[], [1.0, 1.0, 1.0]]
-    """
-    if has_one_rank(axis) or not tensors:
-        return lambda: list(tensors)
-    tensors = [tensor.detach() for tensor in tensors]
-    return _start(lambda rows, *where: ops.all_to_all(rows, send, receive, *where), tensors, axis, label, row_dims=1)

@@ -329,6 +329,11 @@ def _find_ended_ranks(state: RankState, issued: PendingCollective) -> set[int]:
     return ended
 
 
+def describe_failure(rank: int, place: object, error: BaseException) -> str:
+    """Say that a rank has failed at a place, such as a call, with an error."""
+    return f"rank {rank} failed in {place}: {name_error(error)}"
+
+
 def make_error(state: RankState, entry: ChainEntry | None = None) -> CollectiveError:
     """Make the error of groups that are broken, for a collective that this rank was in, or None."""
     where = f"\n  rank {state.rank}, this one, was in {entry}" if entry else ""
@@ -523,11 +528,6 @@ class FailureWatcher(threading.Thread):
             if poll_peers(state, issued):
                 # The main thread may be about to wait on another connection: end them again at the next look.
                 self._next_poll = 0.0
-
-
-def describe_failure(rank: int, place: object, error: BaseException) -> str:
-    """Say that a rank has failed at a place, such as a call, with an error."""
-    return f"rank {rank} failed in {place}: {name_error(error)}"
 
 
 def poll_peers(state: RankState, issued: PendingCollective) -> bool:

@@ -52,15 +52,16 @@ def schedule_early_updates(graph: Graph) -> None:
     if not last_collective_before:
         return
     slots = _choose_slots(nodes, last_collective_before)
-    order = sorted(range(len(nodes)), key=lambda n: (slots[n], n))
-    for n, following in pairwise(order):
-        nodes[n].append(nodes[following])
+    order = sorted(range(len(nodes)), key=lambda position: (slots[position], position))
+    for position, following in pairwise(order):
+        nodes[position].append(nodes[following])
     groups = defaultdict[Any, list[Node]](list)
-    for n in order:
-        if nodes[n] in part_of_node:
+    for position in order:
+        node = nodes[position]
+        if node in part_of_node:
             # Parts that stay are joined again.
-            slot = None if slots[n] == n else slots[n]
-            groups[part_of_node[nodes[n]].add, slot].append(nodes[n])
+            slot = None if slots[position] == position else slots[position]
+            groups[part_of_node[node].add, slot].append(node)
     for (add, _), parts in groups.items():
         with graph.inserting_before(parts[0]):
             whole = add([part_of_node[part].number for part in parts])
@@ -159,22 +160,22 @@ def _find_dependencies(nodes: Sequence[Node]) -> list[set[int]]:
     storage since the last write.
     """
     storages = find_storages(nodes)
-    positions = {node: n for n, node in enumerate(nodes)}
+    position_of = {node: position for position, node in enumerate(nodes)}
     last_write = {}
     uses_since = defaultdict[Hashable, list[int]](list)
     dependencies = []
-    for n, node in enumerate(nodes):
+    for position, node in enumerate(nodes):
         sources = node.all_input_nodes
-        required = {positions[source] for source in sources}
+        required = {position_of[source] for source in sources}
         written = _name_storages(find_write_targets(node), storages)
         # Taking one of several results uses the memory of that one alone.
         for name in _name_storages([node] if node.target is operator.getitem else sources, storages):
             if name in written:
                 required.update(uses_since.pop(name, ()))
-                last_write[name] = n
+                last_write[name] = position
             elif name in last_write:
                 required.add(last_write[name])
-            uses_since[name].append(n)
+            uses_since[name].append(position)
         dependencies.append(required)
     return dependencies
 
@@ -191,20 +192,20 @@ def _choose_slots(nodes: Sequence[Node], last_collective_before: Mapping[Node, i
         last_collective_before: For the nodes that may move the position that their slot must come before.
     """
     dependencies = _find_dependencies(nodes)
-    last_input_position = next(n for n, node in enumerate(nodes) if node.op == "call_function") - 1
+    last_input = next(position for position, node in enumerate(nodes) if node.op == "call_function") - 1
     results = set(nodes[-1].all_input_nodes)
     earliest: list[int] = []
     slots = []
-    for n, node in enumerate(nodes):
-        ready = max([last_input_position, *(earliest[m] for m in dependencies[n])])
+    for position, node in enumerate(nodes):
+        ready = max([last_input, *(earliest[required] for required in dependencies[position])])
         may_move = node in last_collective_before and ready < last_collective_before[node]
-        earliest.append(ready if may_move else n)
+        earliest.append(ready if may_move else position)
         # Only results and writes move by themselves, and what they need moves with them. A node that needs inputs alone
         # could run at once, but its result would then stay in memory from the beginning.
         moves_by_itself = node in results or bool(find_write_targets(node))
-        slots.append(earliest[n] if moves_by_itself and earliest[n] > last_input_position else n)
+        slots.append(earliest[position] if moves_by_itself and earliest[position] > last_input else position)
     # Each node runs no later than the nodes that depend on it.
-    for n in reversed(range(len(slots))):
-        for m in dependencies[n]:
-            slots[m] = min(slots[m], slots[n])
+    for position in reversed(range(len(slots))):
+        for required in dependencies[position]:
+            slots[required] = min(slots[required], slots[position])
     return slots

@@ -57,39 +57,6 @@ class Traced(NamedTuple):
     captured: list[torch.Tensor]
 
 
-def _call_with(f: Callable[..., Any], flat: Flat, leaves: list[Any], usage: TracedUsage | None) -> Flat:
-    """Call a function of pytrees in a trace, with the arguments' leaves that hold its tensors."""
-    if usage is not None:
-        _compat.trace_notes()["usage"] = usage
-    modes = read_modes().items()
-    with _RefuseReads():
-        args, kwargs = flat.unflatten(leaves)
-        result = flatten(f(*args, **kwargs))
-    changes = dict(read_modes().items() - modes)
-    remedy = "Later calls would not set it. Set it outside of the function, or put it back before the end."
-    expect(
-        not changes, "jit", "a function that leaves modes of torch as they are", f"one that leaves {changes}", remedy
-    )
-    check_tensors("jit: the result of the function", result)
-    if any(isinstance(leaf, Started) for leaf in result.leaves):
-        raise ValueError(
-            "jit: the function returns leaves whose gather it has started, but a graph cannot return a gather. "
-            "Use the result of fs.start_gather inside the function, or start the gather outside of it."
-        )
-    return result
-
-
-def _wrap(flat: Flat, input_leaves: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """Put tensors of a trace into the arguments' leaves."""
-    leaves = [leaf.value if isinstance(leaf, Exact) else leaf for leaf in flat.leaves]
-    # A leaf that is given twice stays one object, because the function may ask whether `a is b`.
-    wrapped: dict[int, Sharded] = {}
-    for i, tensor in zip(input_leaves, tensors, strict=True):
-        leaf = leaves[i]
-        leaves[i] = wrapped.setdefault(id(leaf), Sharded(tensor, leaf.spec)) if is_sharded(leaf) else tensor
-    return leaves
-
-
 def trace(flat: Flat, f: Callable[..., Any], usage: TracedUsage | None = None) -> Traced:
     """Record a function as a graph.
 
@@ -139,6 +106,39 @@ def trace(flat: Flat, f: Callable[..., Any], usage: TracedUsage | None = None) -
     captured = list({id(x): x for x in (*constants, *tensors_read) if torch.is_tensor(x)}.values())
     _refuse_captures(captured, result)
     return Traced(module, input_leaves, result.treedef, specs, captured)
+
+
+def _call_with(f: Callable[..., Any], flat: Flat, leaves: list[Any], usage: TracedUsage | None) -> Flat:
+    """Call a function of pytrees in a trace, with the arguments' leaves that hold its tensors."""
+    if usage is not None:
+        _compat.trace_notes()["usage"] = usage
+    modes = read_modes().items()
+    with _RefuseReads():
+        args, kwargs = flat.unflatten(leaves)
+        result = flatten(f(*args, **kwargs))
+    changes = dict(read_modes().items() - modes)
+    remedy = "Later calls would not set it. Set it outside of the function, or put it back before the end."
+    expect(
+        not changes, "jit", "a function that leaves modes of torch as they are", f"one that leaves {changes}", remedy
+    )
+    check_tensors("jit: the result of the function", result)
+    if any(isinstance(leaf, Started) for leaf in result.leaves):
+        raise ValueError(
+            "jit: the function returns leaves whose gather it has started, but a graph cannot return a gather. "
+            "Use the result of fs.start_gather inside the function, or start the gather outside of it."
+        )
+    return result
+
+
+def _wrap(flat: Flat, input_leaves: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Put tensors of a trace into the arguments' leaves."""
+    leaves = [leaf.value if isinstance(leaf, Exact) else leaf for leaf in flat.leaves]
+    # A leaf that is given twice stays one object, because the function may ask whether `a is b`.
+    wrapped: dict[int, Sharded] = {}
+    for i, tensor in zip(input_leaves, tensors, strict=True):
+        leaf = leaves[i]
+        leaves[i] = wrapped.setdefault(id(leaf), Sharded(tensor, leaf.spec)) if is_sharded(leaf) else tensor
+    return leaves
 
 
 def _make_examples(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -110,8 +110,11 @@ class _Composed(Container):
             shards, by_stage[sender] = finish_sender()
             for number in reversed(range(sender)):
                 shards, by_stage[number] = start_stage(number, shards)()
-            new_states = zip(old_states, zip(*by_stage, strict=True), strict=True)
-            return shards if states is None else (shards, [old and new for old, new in new_states])
+            if states is None:
+                return shards
+            # A leaf has a state for each stage, or None.
+            states_of_leaves = zip(*by_stage, strict=True)
+            return shards, [old and new for old, new in zip(old_states, states_of_leaves, strict=True)]
 
         return finish
 

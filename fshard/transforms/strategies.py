@@ -111,12 +111,6 @@ def zero2(mesh: Mesh, axis: str | Sequence[str] = "shard", **options: Any) -> Sh
     return _specialize("zero2", mesh, axis, options, regather=False, regather_axis=None)
 
 
-def _bytes_over(axis: Axis) -> int:
-    is_connected = axis.size > 1 and _compat.group_size(axis.group_name)
-    sends_itself = is_connected and _compat.served_accelerators(axis.group_name)
-    return ACCELERATOR_BYTES if sends_itself else HOST_BYTES
-
-
 def zero3(
     mesh: Mesh,
     axis: str | Sequence[str] = "shard",
@@ -224,6 +218,13 @@ def _make_strategy(
     dtypes = ModelDtypes(param_dtype, output_dtype) if param_dtype or output_dtype else None
     stages = [cast(gather=param_dtype), layout, cast(scatter=reduce_dtype)]
     return compose_with_policy(stages, policy, dtypes)
+
+
+def _bytes_over(axis: Axis) -> int:
+    """Choose up to how many bytes units are gathered together over an axis."""
+    is_connected = axis.size > 1 and _compat.group_size(axis.group_name)
+    sends_itself = is_connected and _compat.served_accelerators(axis.group_name)
+    return ACCELERATOR_BYTES if sends_itself else HOST_BYTES
 
 
 def _specialize(
