@@ -72,7 +72,7 @@ class Unfinished:
                 if late:
                     # A faster one removes the reports, once it has completed the checkpoint.
                     return [] if self.path.is_dir() else late
-                self._name()
+                self._give_name()
         except (OSError, CheckpointError):
             # Somebody else was faster, and nothing has its old name any more.
             if not self.path.is_dir():
@@ -82,7 +82,7 @@ class Unfinished:
         keep_newest(self.path.parent, self._keep)
         return []
 
-    def _name(self) -> None:
+    def _give_name(self) -> None:
         """Give the checkpoint its name, once all of it is on the disk as its ranks have reported it."""
         # A loss of power may leave a report empty.
         reports = []

@@ -152,8 +152,8 @@ class _Simulation:
 
     A rank that ran a collective would show it to its dispatch modes and torch.func levels, which see no real one.
 
-    A rank's thread runs `_rank`, and what its program calls there: `join`, `aside`, `is_idle`, `wake` and `swap`. It
-    puts into `inbox` what it asks of the caller's thread, which runs all other methods, and waits for its turn.
+    A rank's thread runs `_run_program`, and what its program calls there: `join`, `aside`, `is_idle`, `wake`, `swap`.
+    It puts into `inbox` what it asks of the caller's thread, which runs all other methods, and waits for its turn.
     """
 
     def __init__(self, f: Callable[[], Any], world_size: int, timeout: float) -> None:
@@ -182,13 +182,13 @@ class _Simulation:
         self.over = threading.Event()
         store = dist.HashStore()  # type: ignore[attr-defined]
         self.threads = [
-            threading.Thread(target=self._rank, args=(f, rank, store), name=f"rank {rank}", daemon=True)
+            threading.Thread(target=self._run_program, args=(f, rank, store), name=f"rank {rank}", daemon=True)
             for rank in range(world_size)
         ]
         # The clocks of the threads, which count the time that each has computed.
         self.clocks: list[int] = []
 
-    def _rank(self, f: Callable[[], Any], rank: int, store: Any) -> None:
+    def _run_program(self, f: Callable[[], Any], rank: int, store: Any) -> None:
         """Run the program of a rank, on its thread."""
         value = None
         error = None
@@ -282,7 +282,7 @@ class _Simulation:
                 self._receive(deadline)
         except queue.Empty:
             if not self._errors():
-                raise self._stuck() from None
+                raise self._make_stuck_error() from None
         finally:
             self._stop()
             torch.default_generator.set_state(self.generator_state)
@@ -309,7 +309,7 @@ class _Simulation:
         except queue.Empty:
             if deadline <= next_look:
                 raise
-            ask = self._look
+            ask = self._look_at_turn
         ask()
 
     def _give_turn(self) -> None:
@@ -320,7 +320,7 @@ class _Simulation:
             self.computed = self._read_clock(self.current)
             self.turns[self.current].put(error)
 
-    def _look(self) -> None:
+    def _look_at_turn(self) -> None:
         """End the turn of a rank that waits for something, or has computed for too long."""
         before = self.computed
         # The clock of a thread that has just ended is gone.
@@ -418,7 +418,7 @@ class _Simulation:
                 self.ready.clear()
                 self._receive(deadline)
 
-    def _stuck(self) -> RankError:
+    def _make_stuck_error(self) -> RankError:
         """Make the error of ranks that have not ended, with the collective and the stack of each."""
         frames = sys._current_frames()
         states = dict.fromkeys(dict(self.ready), "waits for its turn") | self.waiting

@@ -235,7 +235,7 @@ class Workers:
                 )
                 raise failed_rank(rank, self.world_size, failures[rank])
             if pending:
-                stacks = {rank: f"runs:\n{self._stack(rank)}" for rank in pending.values()}
+                stacks = {rank: f"runs:\n{self._end_for_stack(rank)}" for rank in pending.values()}
                 raise stuck_ranks(timeout, self.world_size, stacks)
         except BaseException:
             self._kill()
@@ -244,7 +244,7 @@ class Workers:
             self._kill()
         return [replies[rank].value for rank in range(self.world_size)]
 
-    def _stack(self, rank: int) -> str:
+    def _end_for_stack(self, rank: int) -> str:
         """Terminate a rank, which then writes its stack."""
         self._processes[rank].terminate()
         self._processes[rank].join(GRACE)
