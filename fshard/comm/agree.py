@@ -84,8 +84,8 @@ def check_same_call(api_name: str, axes: Sequence[Axis], flat: Flat, **arguments
     """
     if _compat.is_tracing():
         ops.record_facts(_facts_of_tree(api_name, flat, arguments))
-    elif _can_compare(axes):
-        check_same_facts(api_name, dict.fromkeys(axes, _facts_of_tree(api_name, flat, arguments)))
+    elif asked := _axes_to_compare(axes):
+        _begin_call(api_name, asked, dict.fromkeys(asked, _facts_of_tree(api_name, flat, arguments)))
 
 
 def record_update(axes: Sequence[Axis], text: str) -> None:
@@ -118,17 +118,21 @@ def check_same_facts(api_name: str, facts: Mapping[Axis, str], failure_text: str
         ValueError: on every rank, if ranks make different calls.
         CollectiveError: if a rank failed.
     """
-    if not _can_compare(facts):
-        return
+    if asked := _axes_to_compare(facts):
+        _begin_call(api_name, asked, facts, failure_text)
+
+
+def _begin_call(api_name: str, asked: Sequence[Axis], facts: Mapping[Axis, str], failure_text: str = "") -> None:
+    """Send the message that begins a call, and refuse the call on every rank if ranks make different ones."""
     rank_state().has_begun = True
-    differences = _compare_facts(facts, Label(Verb.START, (api_name,)), failure_text)
+    differences = _compare_facts(asked, facts, Label(Verb.START, (api_name,)), failure_text)
     refuse(f"{api_name}: ranks make different calls", differences, SAME_CALLS)
 
 
-def _can_compare(axes: Iterable[Axis]) -> bool:
-    """Whether a call is compared over some axes; not if ranks cannot exchange CPU tensors on one of them."""
+def _axes_to_compare(axes: Iterable[Axis]) -> list[Axis]:
+    """List the axes over which a call is compared; none if ranks cannot exchange CPU tensors on one of them."""
     asked = _axes_to_ask(axes)
-    return bool(asked) and all(map(supports_cpu_messages, asked))
+    return asked if all(map(supports_cpu_messages, asked)) else []
 
 
 def _facts_of_tree(api_name: str, flat: Flat, arguments: Mapping[str, Any]) -> str:
@@ -156,7 +160,8 @@ def find_disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: C
     Raises:
         CollectiveError: if a rank failed in another call.
     """
-    return _compare_facts(dict.fromkeys(axes, json.dumps(dict(entries))), make_label(label))
+    asked = _axes_to_ask(axes)
+    return _compare_facts(asked, dict.fromkeys(asked, json.dumps(dict(entries))), make_label(label))
 
 
 class _FactsOfRank(NamedTuple):
@@ -175,8 +180,10 @@ class _FactsOfRank(NamedTuple):
     text: str
 
 
-def _compare_facts(facts: Mapping[Axis, str], label: Label, failure_text: str = "") -> list[Problem]:
-    """Compare facts over their axes: find the first entry that differs, the same on every rank.
+def _compare_facts(
+    asked: Sequence[Axis], facts: Mapping[Axis, str], label: Label, failure_text: str = ""
+) -> list[Problem]:
+    """Compare facts over axes, as `_axes_to_ask` lists them: find the first entry that differs, the same on every rank.
 
     If the facts of a rank are the same for all its axes, every rank finds out whether there is a difference. Otherwise
     it is known on the ranks of that axis and of those compared after it.
@@ -187,7 +194,6 @@ def _compare_facts(facts: Mapping[Axis, str], label: Label, failure_text: str = 
     Raises:
         CollectiveError: if a rank failed.
     """
-    asked = _axes_to_ask(facts)
     first_axis = _find_differing_axis(asked, facts, label, failure_text)
     if first_axis == NO_AXIS:
         return []
@@ -219,9 +225,10 @@ def _find_differing_axis(asked: Sequence[Axis], facts: Mapping[Axis, str], label
     first_axis = 0 if failure_text else NO_AXIS
     for number, axis in enumerate(asked):
         # Ranks of the next axis must learn of a difference too, or they would not ask for texts with the others.
-        known = bytes([first_axis]) + bytes(DIGEST_BYTES - 1)
         if first_axis == NO_AXIS:
             known = _digest(facts[axis])
+        else:
+            known = bytes([first_axis]) + bytes(DIGEST_BYTES - 1)
         first_axis = recorder.spread(known, functools.partial(_merge_digests, number), axis, label, "a digest")[0]
     return first_axis
 
