@@ -85,7 +85,7 @@ def check_same_call(api_name: str, axes: Sequence[Axis], flat: Flat, **arguments
     if _compat.is_tracing():
         ops.record_facts(_facts_of_tree(api_name, flat, arguments))
     elif asked := _axes_to_compare(axes):
-        _begin_call(api_name, asked, dict.fromkeys(asked, _facts_of_tree(api_name, flat, arguments)))
+        _begin_call(api_name, dict.fromkeys(asked, _facts_of_tree(api_name, flat, arguments)))
 
 
 def record_update(axes: Sequence[Axis], text: str) -> None:
@@ -119,13 +119,13 @@ def check_same_facts(api_name: str, facts: Mapping[Axis, str], failure_text: str
         CollectiveError: if a rank failed.
     """
     if asked := _axes_to_compare(facts):
-        _begin_call(api_name, asked, facts, failure_text)
+        _begin_call(api_name, {axis: facts[axis] for axis in asked}, failure_text)
 
 
-def _begin_call(api_name: str, asked: Sequence[Axis], facts: Mapping[Axis, str], failure_text: str = "") -> None:
+def _begin_call(api_name: str, facts: Mapping[Axis, str], failure_text: str = "") -> None:
     """Send the message that begins a call, and refuse the call on every rank if ranks make different ones."""
     rank_state().has_begun = True
-    differences = _compare_facts(asked, facts, Label(Verb.START, (api_name,)), failure_text)
+    differences = _compare_facts(facts, Label(Verb.START, (api_name,)), failure_text)
     refuse(f"{api_name}: ranks make different calls", differences, SAME_CALLS)
 
 
@@ -160,8 +160,8 @@ def find_disagreement(entries: Mapping[str, str], axes: Sequence[Axis], label: C
     Raises:
         CollectiveError: if a rank failed in another call.
     """
-    asked = _axes_to_ask(axes)
-    return _compare_facts(asked, dict.fromkeys(asked, json.dumps(dict(entries))), make_label(label))
+    facts = json.dumps(dict(entries))
+    return _compare_facts(dict.fromkeys(_axes_to_ask(axes), facts), make_label(label))
 
 
 class _FactsOfRank(NamedTuple):
@@ -180,30 +180,28 @@ class _FactsOfRank(NamedTuple):
     text: str
 
 
-def _compare_facts(
-    asked: Sequence[Axis], facts: Mapping[Axis, str], label: Label, failure_text: str = ""
-) -> list[Problem]:
-    """Compare facts over axes, as `_axes_to_ask` lists them: find the first entry that differs, the same on every rank.
+def _compare_facts(facts: Mapping[Axis, str], label: Label, failure_text: str = "") -> list[Problem]:
+    """Compare facts over their axes, in the order of `_axes_to_ask`: find the first entry that differs.
 
     If the facts of a rank are the same for all its axes, every rank finds out whether there is a difference. Otherwise
     it is known on the ranks of that axis and of those compared after it.
 
     Returns:
-        The entry; none if all ranks agree.
+        The entry, the same on every rank; none if all ranks agree.
 
     Raises:
         CollectiveError: if a rank failed.
     """
-    first_axis = _find_differing_axis(asked, facts, label, failure_text)
+    first_axis = _find_differing_axis(facts, label, failure_text)
     if first_axis == NO_AXIS:
         return []
     # Ranks elsewhere on earlier axes may not know of the difference, and have gone on.
-    axes = asked[first_axis:]
+    axes = list(facts)[first_axis:]
     axis = axes[0]
     place = ", ".join(f"{axis.name}={rank(axis)}" for axis in axes)
     local = _FactsOfRank(not failure_text, rank(axis), place, failure_text or facts[axis])
     first, *others = _exchange_facts(local, axes, label)
-    if first_axis == 0 or len({facts[axis] for axis in asked}) == 1:
+    if first_axis == 0 or len(set(facts.values())) == 1:
         # All ranks know now why the running call ends, so that nobody needs to report it.
         rank_state().call = None
     if first.is_ready:
@@ -216,17 +214,17 @@ def _compare_facts(
     raise CollectiveError(text)
 
 
-def _find_differing_axis(asked: Sequence[Axis], facts: Mapping[Axis, str], label: Label, failure_text: str) -> int:
+def _find_differing_axis(facts: Mapping[Axis, str], label: Label, failure_text: str) -> int:
     """Exchange digests over one axis after another, and find the number of the first on which ranks differ.
 
     Ranks that have the same place on all earlier axes find the same one, and NO_AXIS if there is none. A rank that has
     failed differs from all others.
     """
     first_axis = 0 if failure_text else NO_AXIS
-    for number, axis in enumerate(asked):
+    for number, (axis, text) in enumerate(facts.items()):
         # Ranks of the next axis must learn of a difference too, or they would not ask for texts with the others.
         if first_axis == NO_AXIS:
-            known = _digest(facts[axis])
+            known = _digest(text)
         else:
             known = bytes([first_axis]) + bytes(DIGEST_BYTES - 1)
         first_axis = recorder.spread(known, functools.partial(_merge_digests, number), axis, label, "a digest")[0]

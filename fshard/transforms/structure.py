@@ -115,16 +115,13 @@ def _read_reduction(transform: ShardTransform) -> Reduction:
 
 
 def _find_halves(transform: Any) -> tuple[ShardTransform, ShardTransform] | None:
-    while isinstance(transform, Wrapped) and _scatters_as_inner(type(transform)):
+    # A class that leaves both forms of scatter to the transform that it wraps.
+    forms = ("scatter", "start_scatter")
+    while isinstance(transform, Wrapped) and all(is_default(type(transform), form) for form in forms):
         transform = transform.inner
     stages = transform.stages if isinstance(transform, Container) else ()
     summing = [number for number, stage in enumerate(stages) if summed_axes(stage)]
     return split_stages(transform, summing[0] + 1) if len(summing) > 1 else None
-
-
-def _scatters_as_inner(cls: type[Wrapped]) -> bool:
-    """Whether a class leaves both forms of scatter to the transform that it wraps."""
-    return is_default(cls, "scatter") and is_default(cls, "start_scatter")
 
 
 def split_stages(transform: Any, number: int) -> tuple[ShardTransform, ShardTransform]:
