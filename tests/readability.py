@@ -1,4 +1,4 @@
-"""How each file of the package reads: density, names, branches, types. `make house` prints the table.
+"""How each file of the package reads: its density and its names. `make house` prints the table.
 
 `python -m tests.readability` prints it, with the totals that `tests/BUDGET.md` limits; `--write` writes limits there
 where the totals went down. These are signs, not aims: a function that is cut into four which must be read together is
@@ -23,7 +23,6 @@ PARTICIPLE = re.compile(r"\w+ed")
 VERBS = {"embed", "exceed", "feed", "need", "proceed", "seed", "shed", "speed", "succeed"}
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
-BRANCHES = ast.If | ast.IfExp | ast.For | ast.While | ast.ExceptHandler | ast.match_case
 
 
 class Reading(NamedTuple):
@@ -32,12 +31,6 @@ class Reading(NamedTuple):
     tokens: int  # tokens of code
     lines: int  # lines of code
     comprehensions: int  # comprehensions and generator expressions
-    letters: float  # letters of a name that the file binds, in the mean
-    branches: int  # branches of the function that has most
-    parameters: int  # parameters of the function that has most
-    attributes: int  # attributes of the class that has most
-    any_parameters: int  # parameters that may be anything
-    type_ignores: int  # lines that mypy is told to pass over
     weak_names: list[str]  # lines and names that bind one of `WEAK_NAMES`
     participles: list[str]  # lines and names of functions that a participle names, such as `owned`
 
@@ -47,30 +40,13 @@ def read(text: str) -> Reading:
     size = measure(text)
     nodes = list(ast.walk(parsed(text)))
     functions = [node for node in nodes if isinstance(node, FUNCTIONS)]
-    parameters = [list(parameters_of(function)) for function in functions]
-    bound = list(bound_names(nodes))
-    names = {name.strip("_") for _, name in bound} - {""}
     return Reading(
         tokens=size.tokens,
         lines=size.lines,
         comprehensions=sum(isinstance(node, COMPREHENSIONS) for node in nodes),
-        letters=sum(map(len, names)) / max(len(names), 1),
-        branches=max(map(branches_of, functions), default=0),
-        parameters=max(map(len, parameters), default=0),
-        attributes=max((len(attributes_of(node)) for node in nodes if isinstance(node, ast.ClassDef)), default=0),
-        any_parameters=sum("Any" in names_in(parameter.annotation) for each in parameters for parameter in each),
-        type_ignores=text.count("# type: ignore"),
-        weak_names=[f"{line} {name}" for line, name in bound if name in WEAK_NAMES],
+        weak_names=[f"{line} {name}" for line, name in bound_names(nodes) if name in WEAK_NAMES],
         participles=[f"{each.lineno} {each.name}" for each in functions if is_participle(each.name)],
     )
-
-
-def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.arg]:
-    """List the parameters of a function, but for `self` and `cls`."""
-    arguments = function.args
-    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    yield from (parameter for parameter in named if parameter.arg not in ("self", "cls"))
-    yield from filter(None, (arguments.vararg, arguments.kwarg))
 
 
 def bound_names(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
@@ -78,31 +54,10 @@ def bound_names(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     for node in nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.lineno, node.id
-        elif isinstance(node, ast.arg) and node.arg not in ("self", "cls"):
+        elif isinstance(node, ast.arg):
             yield node.lineno, node.arg
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node.lineno, node.attr
-
-
-def branches_of(function: ast.AST) -> int:
-    """Count the places where a function goes one way or another, loops included."""
-    count = 0
-    for node in ast.walk(function):
-        count += isinstance(node, BRANCHES)
-        count += 1 + len(node.ifs) if isinstance(node, ast.comprehension) else 0
-        count += len(node.values) - 1 if isinstance(node, ast.BoolOp) else 0
-    return count
-
-
-def attributes_of(cls: ast.ClassDef) -> set[str]:
-    """Collect the fields that a class declares and the attributes that its methods assign to `self`."""
-    fields = [statement.target for statement in cls.body if isinstance(statement, ast.AnnAssign)]
-    stored = [node for node in ast.walk(cls) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
-    return {ast.unparse(field) for field in fields} | {n.attr for n in stored if ast.unparse(n.value) == "self"}
-
-
-def names_in(annotation: ast.expr | None) -> set[str]:
-    return {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)} if annotation else set()
 
 
 def is_participle(name: str) -> bool:
@@ -158,11 +113,11 @@ def write(path: Path, files: Mapping[str, Reading]) -> None:
 
 
 def print_table(files: Mapping[str, Reading]) -> None:
-    print("file", "tokens", "tokens a line", "comprehensions / 100 lines", *Reading._fields[3:], sep=" | ")
+    print("file", "tokens", "tokens a line", "comprehensions / 100 lines", "weak names", "participles", sep=" | ")
     for name, reading in files.items():
         lines = max(reading.lines, 1)
-        densities = (reading.tokens / lines, 100 * reading.comprehensions / lines, reading.letters)
-        counts = [len(value) if isinstance(value, list) else value for value in reading[4:]]
+        densities = (reading.tokens / lines, 100 * reading.comprehensions / lines)
+        counts = len(reading.weak_names), len(reading.participles)
         print(name, reading.tokens, *(f"{density:.1f}" for density in densities), *counts, sep=" | ")
 
 
