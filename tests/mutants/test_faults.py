@@ -6,7 +6,6 @@ from pathlib import Path
 
 from tests.budget import parsed
 from tests.mutants.faults import FAULTS, Fault
-from tests.mutants.report import judged
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,11 +31,3 @@ def test_planted() -> None:
     for fault in FAULTS:
         if fault not in IN_EXTENSIONS:
             check_planted(fault)
-
-
-def test_judged() -> None:
-    failed, broken = "FAILED tests/a.py::test_b - assert 1 == 2", "ERROR tests/a.py - SyntaxError"
-    stopped = f"{failed}\n!!! xdist.dsession.Interrupted: stopping after 1 failures !!!"
-    assert judged(1, failed) == judged(2, stopped) == ("found", "tests/a.py::test_b")
-    assert judged(0, "3 passed")[0] == judged(None, "")[0] == "missed"
-    assert judged(1, broken)[0] == judged(2, failed)[0] == "broken"
