@@ -20,10 +20,3 @@ def test_costs_of_agreement_follow_their_laws(ranks):
         # Each message is small enough for a segment. On a busy machine TCP may send one twice.
         assert costs["segments of a comparison"] >= law["messages of a comparison"]
         assert costs["bytes of a comparison"] == law["bytes of a comparison"]
-
-
-def test_thousands_of_ranks_cost_more_by_the_logarithm():
-    few, many = costs_by_law(64), costs_by_law(4096)
-    for name in ("messages of a comparison", "bytes of a comparison"):
-        assert many[name] == 2 * few[name]
-    assert many["requests to the store"] == few["requests to the store"]

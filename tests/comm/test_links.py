@@ -9,7 +9,6 @@ import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from math import ceil, log2
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,10 +19,7 @@ from fshard import comm
 from fshard.comm import failure, links
 from fshard.comm.groups import ChainEntry, PendingCollective
 from fshard.comm.links import HELLO, Links, Listener, list_peers, plan_rounds
-from fshard.testing import spmd
-from tests.comm.steps import make_step
 from tests.forked_programs import run_on_ranks
-from tests.messages import counted_messages
 from tests.ranks import my_rank, on_ranks
 from tests.trees import one_axis, two_axes
 
@@ -91,29 +87,6 @@ def test_each_row_of_a_mesh_merges_its_own(world_size):
     for axis in (fs.axis_of(mesh, name) for name in mesh.mesh_dim_names):
         ranks = comm.merge_objects([my_rank()], lambda some, others: sorted({*some, *others}), [axis], "test")
         assert ranks == comm.all_gather_object(my_rank(), [axis], "test"), axis
-
-
-@pytest.mark.parametrize("ranks", (3, 8))
-def test_messages_of_a_rank_grow_with_the_logarithm(ranks):
-    with counted_messages() as messages:
-        spmd(lambda: comm.merge_objects(my_rank(), max, [fs.axis_of(one_axis())], "test"), ranks)
-    assert len(messages) == ranks * (ranks - 1).bit_length()
-
-
-@on_ranks("3 processes", pytest.param("8 processes", marks=pytest.mark.slow), timeout=90.0)
-def test_a_call_is_compared_by_one_message_for_each_round(world_size):
-    step, state, x = make_step()
-    step(state, x)
-    sent = []
-    swap = Links.swap
-
-    def count(self, issued, number, to, source, data):
-        sent.append((number, len(data)))
-        return swap(self, issued, number, to, source, data)
-
-    with patch.object(Links, "swap", count):
-        step(state, x)
-    assert sent == [(number, 16) for number in range(ceil(log2(world_size)))]
 
 
 def break_in_round(victim, number, fault, timeout):

@@ -14,7 +14,7 @@ from fshard.comm import CollectiveError, Meeting, connect
 from fshard.comm.failure import NOTE
 from fshard.comm.groups import RankState
 from fshard.comm.meeting import ANSWER, ASKERS, COUNT, END, ENTRY
-from fshard.comm.sockets import STORE_CLIENTS, sockets_of_mesh
+from fshard.comm.sockets import sockets_of_mesh
 from tests.comm.counted_meetings import print_costs_of_meshes, print_limits
 from tests.forked_programs import run_on_ranks
 
@@ -72,13 +72,6 @@ def test_sockets_and_requests_to_the_store_follow_their_laws(shape):
         sockets, *requests = map(int, program.output.split())
         assert sockets == expected + (0 if rank else 3 * ranks + 1)
         assert requests == [5, 5, 5]
-
-
-def test_sockets_of_thousands_of_ranks():
-    """Beside a backend that sends itself, fshard's own are a number of the logarithm."""
-    for ranks, links in ((64, 6), (1000, 20), (1024, 10), (4096, 12)):
-        assert sockets_of_mesh([ranks], sends_itself=True) == ranks + links + STORE_CLIENTS
-        assert sockets_of_mesh([ranks], sends_itself=False) == 3 * ranks + links + STORE_CLIENTS
 
 
 @pytest.fixture
