@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -331,17 +330,3 @@ def test_a_rank_waits_for_those_of_its_round_of_an_exchange_that_are_not_there_y
     # A message of round 0 may come from a rank that waits in round 1.
     positions[3] = position(5, (1, [1]))
     assert failure._awaited_by(2, positions) == set()
-
-
-def test_the_rank_that_holds_the_store_asks_until_all_others_have_read(monkeypatch):
-    answers = [False, False, True]
-    asked = []
-
-    def check(keys):
-        asked.append(keys)
-        return answers[len(asked) - 1]
-
-    monkeypatch.setattr(failure._compat, "holds_store", bool)
-    board = SimpleNamespace(set=lambda *_: None, check=check)
-    failure.linger(SimpleNamespace(store="a store", board=board, rank=0, others=[1, 2]))
-    assert asked == [["read/1", "read/2"]] * len(answers)

@@ -18,7 +18,7 @@ from fshard import _compat
 from fshard._compat.collectives import StoreClient, _ports_of_socket
 from fshard.comm import CollectiveError, Meeting
 from fshard.comm.failure import NOTE
-from fshard.comm.meeting import END, ENTRY, Arrival
+from fshard.comm.meeting import END, Arrival
 from fshard.testing import spmd
 from tests.comm.broken_meetings import break_in_last_mesh, interrupt
 from tests.forked_programs import run_on_ranks
@@ -92,20 +92,6 @@ def test_one_rank_of_four_that_hangs_in_init_mesh_is_named(place, fault, meshes,
         assert error == "CollectiveError", program
         assert float(seconds) < timeout + 6.0, program
         assert first.removeprefix("init_mesh: ").startswith(f"rank {victim} {text} within {timeout:g} s"), program
-
-
-def test_a_rank_that_fails_once_all_have_come_is_named_by_those_that_look_for_it_later():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
-    first, victim = (Meeting(store, rank, range(2), "1", 20.0) for rank in range(2))
-    first.peers, victim.peers = [1], [0]
-    # As the first rank does, which is slow to go on.
-    first.board.set(ENTRY.format(0), json.dumps(["", "the same"]))
-    first.board.set(END, "the same")
-    assert victim.agree("the same", "".join, bool) == "the same"
-    victim.__exit__(None, MemoryError("no memory"), None)
-    assert first.agree("the same", "".join, bool) == "the same"
-    with pytest.raises(CollectiveError, match=r"^rank 1 failed in init_mesh: MemoryError: no memory\n"), first:
-        first.connect()
 
 
 def test_a_rank_that_comes_when_the_others_have_given_up_makes_no_mesh():
