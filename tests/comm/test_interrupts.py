@@ -16,14 +16,21 @@ def nobody_listens():
     signal.set_wakeup_fd(before)
 
 
+@pytest.fixture
+def interrupts(nobody_listens):
+    """One that listens."""
+    interrupts = Interrupts()
+    interrupts.listen()
+    yield interrupts
+    interrupts.stop()
+
+
 def press(interrupts, number=signal.SIGINT):
     """Write a signal's number, as Python does when it comes."""
     os.write(interrupts._write_end, bytes([number]))
 
 
-def test_ctrl_c_is_heard_once_and_no_other_signal():
-    interrupts = Interrupts()
-    interrupts.listen()
+def test_ctrl_c_is_heard_once_and_no_other_signal(interrupts):
     assert not interrupts.has_come()
     press(interrupts)
     press(interrupts)
@@ -31,12 +38,9 @@ def test_ctrl_c_is_heard_once_and_no_other_signal():
     assert not interrupts.has_come()
     press(interrupts, signal.SIGUSR1)
     assert not interrupts.has_come()
-    interrupts.stop()
 
 
-def test_what_python_has_handled_or_the_program_handles_is_left_to_them():
-    interrupts = Interrupts()
-    interrupts.listen()
+def test_what_python_has_handled_or_the_program_handles_is_left_to_them(interrupts):
     press(interrupts)
     # The next call begins.
     interrupts.listen()
@@ -90,9 +94,7 @@ def test_one_who_has_closed_the_file_that_signals_go_to_stops_no_call():
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_a_call_of_another_thread_does_not_end_that_of_the_main_thread():
-    interrupts = Interrupts()
-    interrupts.listen()
+def test_a_call_of_another_thread_does_not_end_that_of_the_main_thread(interrupts):
     errors = []
 
     def stop():
@@ -106,4 +108,3 @@ def test_a_call_of_another_thread_does_not_end_that_of_the_main_thread():
     thread.join()
     assert not errors
     assert signal.set_wakeup_fd(-1) == interrupts._write_end
-    interrupts.stop()
