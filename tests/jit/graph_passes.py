@@ -1,5 +1,6 @@
 """Passes for tests of `passes=`: one that recomputes, one that watches, and some that break a rule; and a step."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,78 +65,56 @@ class Decide:
 
 
 @dataclass(frozen=True)
-class Repeat:
-    """Repeats the first collective of a graph, and does not say so."""
+class Change:
+    """Changes a graph by a function, and does not say so."""
 
-    times: int
-    name: str = "repeat"
+    change: Callable[[Traced], None]
+
+    @property
+    def name(self) -> str:
+        return self.change.__name__
 
     def __call__(self, traced: Traced) -> PassedGraph:
-        graph = traced.module.graph
-        node = next(node for node in graph.nodes if str(node.target).startswith("fshard.all_gather"))
-        for _ in range(self.times):
-            with graph.inserting_after(node):
-                graph.node_copy(node).meta["val"] = [value.clone() for value in node.meta["val"]]
+        self.change(traced)
         return PassedGraph(traced, "nothing")
 
 
-@dataclass(frozen=True)
-class Fail:
-    """Fails, unless the last argument has some rows."""
-
-    smallest_batch: int | None = None
-    name: str = "fail"
-
-    def __call__(self, traced: Traced) -> PassedGraph:
-        batch = traced.module.graph.find_nodes(op="placeholder")[-1].meta["val"]
-        if self.smallest_batch is None or len(batch) < self.smallest_batch:
-            raise RuntimeError("there is no such graph")
-        return PassedGraph(traced, "nothing")
-
-
-@dataclass(frozen=True)
-class DropResult:
-    """Drops the last result."""
-
-    name: str = "drop"
-
-    def __call__(self, traced: Traced) -> PassedGraph:
-        output = traced.module.graph.output_node()
-        output.args = (output.args[0][:-1],)
-        return PassedGraph(traced, "nothing")
-
-
-@dataclass(frozen=True)
-class Disorder:
-    """Moves an operator behind one that reads its result."""
-
-    name: str = "disorder"
-
-    def __call__(self, traced: Traced) -> PassedGraph:
-        node = next(node for node in traced.module.graph.nodes if node.op == "call_function")
-        next(iter(node.users)).append(node)
-        return PassedGraph(traced, "nothing")
-
-
-@dataclass(frozen=True)
-class Returns:
-    """Returns what is no graph."""
-
-    result: Any
-    name: str = "nothing"
-
-    def __call__(self, traced: Traced) -> Any:
-        return self.result
-
-
-@dataclass
-class Unhashable:
+class Unhashable(Change):
     """A pass that may change, so that it has no hash."""
 
-    name: str = "unhashable"
+    __hash__ = None
 
-    def __call__(self, traced: Traced) -> PassedGraph:
-        return PassedGraph(traced, "nothing")
+
+def repeat(traced: Traced) -> None:
+    """Repeat the first collective as many times as the rank has a number."""
+    graph = traced.module.graph
+    node = next(node for node in graph.nodes if str(node.target).startswith("fshard.all_gather"))
+    for _ in range(my_rank()):
+        with graph.inserting_after(node):
+            graph.node_copy(node).meta["val"] = [value.clone() for value in node.meta["val"]]
+
+
+def fail(traced: Traced) -> None:
+    raise RuntimeError("there is no such graph")
+
+
+def fail_for_few_rows(traced: Traced) -> None:
+    """Fail on rank 1 if the last argument has three rows."""
+    rows = len(traced.module.graph.find_nodes(op="placeholder")[-1].meta["val"])
+    if rows < 3 + my_rank():
+        fail(traced)
+
+
+def drop(traced: Traced) -> None:
+    """Drop the last result."""
+    output = traced.module.graph.output_node()
+    output.args = (output.args[0][:-1],)
+
+
+def disorder(traced: Traced) -> None:
+    """Move an operator behind one that reads its result."""
+    node = next(node for node in traced.module.graph.nodes if node.op == "call_function")
+    next(iter(node.users)).append(node)
 
 
 class Wave(nn.Module):

@@ -7,18 +7,8 @@ import torch
 
 import fshard as fs
 from tests.faults import outcome
-from tests.jit.graph_passes import (
-    Decide,
-    Disorder,
-    DropResult,
-    Fail,
-    Recompute,
-    Repeat,
-    Returns,
-    Unhashable,
-    Watch,
-    waves,
-)
+from tests.jit import graph_passes
+from tests.jit.graph_passes import Change, Decide, Recompute, Unhashable, Watch, waves
 from tests.jit.steps import assert_jitted_is_eager, refused
 from tests.ranks import my_rank, on_ranks
 from tests.trees import assert_alike, assert_same_bits, copied, normal, one_axis
@@ -74,7 +64,7 @@ def test_ranks_whose_passes_decide_differently_are_named_on_every_rank():
 # Passes by the rank, and how ranks then differ: also in collectives that a pass does not speak of.
 DIFFERENT = [
     (lambda rank: (Recompute(),) if rank else (), "passes: expected nothing as on the rank at shard=0, got"),
-    (lambda rank: (Repeat(rank),), "collectives: expected .* as on the rank at shard=0, got"),
+    (lambda rank: (Change(graph_passes.repeat),), "collectives: expected .* as on the rank at shard=0, got"),
 ]
 
 
@@ -86,17 +76,26 @@ def test_ranks_with_other_passes_are_named():
             fs.jit(case.step, passes=passes_of(my_rank()))(case.state, *case.batches[0])
 
 
+def returns_none(traced):
+    return None
+
+
+returns_none.name = "returns_none"
+
+
 @on_ranks(2, pytest.param("2 processes", marks=pytest.mark.slow))
 def test_a_pass_that_fails_is_named_and_the_state_is_kept():
     case = waves()
     state = copied(case.state)
     with refused("jit: the pass fail: there is no such graph"):
-        fs.jit(case.step, donate_argnums=0, passes=(Recompute(), Fail()))(state, *case.batches[0])
-    with refused("jit: the pass nothing: cannot unpack non-iterable NoneType object"):
-        fs.jit(case.step, donate_argnums=0, passes=(Returns(None),))(state, *case.batches[0])
-    broken = {DropResult(): r"zip\(\) argument 2 is longer", Disorder(): "Argument .* was used before"}
+        fs.jit(case.step, donate_argnums=0, passes=(Recompute(), Change(graph_passes.fail)))(state, *case.batches[0])
+    broken = {
+        Change(graph_passes.drop): r"the pass drop: zip\(\) argument 2 is longer",
+        Change(graph_passes.disorder): "the pass disorder: Argument .* was used before",
+        returns_none: "the pass returns_none: cannot unpack non-iterable NoneType object",
+    }
     for graph_pass, text in broken.items():
-        with pytest.raises(ValueError, match=f"^jit: the pass {graph_pass.name}: {text}"):
+        with pytest.raises(ValueError, match=f"^jit: {text}"):
             fs.jit(case.step, donate_argnums=0, passes=(graph_pass,))(state, *case.batches[0])
     jitted = fs.jit(case.step, donate_argnums=0)
     assert_alike(jitted(state, *case.batches[0]), case.step(case.state, *case.batches[0]))
@@ -107,9 +106,9 @@ def test_a_pass_that_fails_on_one_rank_is_named_on_every_rank():
     """In the first call and for another shape: others hear of it in the message that would begin the step."""
     case = waves()
     state, (batch,) = copied(case.state), case.batches[0]
-    jitted = fs.jit(case.step, donate_argnums=0, passes=(Fail(smallest_batch=3 + my_rank()),))
+    jitted = fs.jit(case.step, donate_argnums=0, passes=(Change(graph_passes.fail_for_few_rows),))
     state, _ = jitted(state, batch)
-    error = "jit: the pass fail: there is no such graph"
+    error = "jit: the pass fail_for_few_rows: there is no such graph"
     report = f"rank 1 failed in jit: ValueError: {error}\nTo fix: correct the error above. jit has not sent any data."
     for function in (jitted, fs.jit(case.step, donate_argnums=0, passes=jitted.passes)):
         with fs.comm.record() as record:
@@ -163,6 +162,6 @@ PASSES = "jit: expected passes to be a tuple of hashable functions of a graph, e
 
 
 def test_what_is_no_tuple_of_passes_is_refused():
-    for passes in (Recompute(), "fit", ("fit",), (abs,), (Recompute, 1), [Unhashable()], None):
+    for passes in (Recompute(), "fit", ("fit",), (abs,), (Recompute, 1), [Unhashable(graph_passes.fail)], None):
         with pytest.raises(ValueError, match=f"^{re.escape(PASSES + repr(passes))}"):
             fs.jit(torch.sin, passes=passes)
