@@ -100,7 +100,7 @@ def test_a_sharded_leaf_is_no_tensor():
 def test_attributes_of_a_plain_tensor_are_the_program_s_own():
     """Whatever a program notes on its tensors, as Megatron does, fshard takes them for no leaves of its own."""
     weight, tx = torch.ones(2, 2), fs.sgd(0.5)
-    weight.local = "on this node"
+    weight.local, weight.donated = "on this node", True
     state = fs.TrainState.create({"weight": weight}, tx)
     for donate in (False, True):
         state = fs.update(tx, state, {"weight": torch.ones(2, 2)}, donate=donate)

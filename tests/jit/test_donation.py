@@ -56,15 +56,6 @@ def test_every_leaf_stays_where_it_is():
     assert not any(tensor.numel() for tensor in tensors(old))
 
 
-def test_an_attribute_donated_of_the_users_own_means_nothing():
-    x = torch.ones(3)
-    x.donated = True
-    assert fs.jit(torch.neg)(x).equal(-x)
-    tx = fs.sgd(0.5)
-    state = fs.update(tx, fs.TrainState.create({"w": x}, tx), {"w": torch.ones(3)})
-    assert state.params["w"].equal(x / 2)
-
-
 @on_ranks(2)
 def test_what_was_donated_is_refused_outside_of_jit():
     """By the verbs that check what they are given, whether it is sharded or whole."""
