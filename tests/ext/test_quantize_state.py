@@ -20,9 +20,8 @@ def int8(mesh, **options):
 
 
 @on_ranks(2)
-def test_a_module_trains_with_it_by_units_and_through_a_round_trip(world_size):
-    core.check_it_survives_a_round_trip_and_training_goes_on_with_the_same_bits(int8, world_size)
-    core.check_a_module_trains_with_it_by_units(fs.quantize(one_axis(), scatter=True, block=4))
+def test_each_rank_has_its_piece_of_the_full_state(world_size):
+    core.check_each_rank_has_its_piece_of_the_full_state(int8, world_size)
 
 
 def test_bad_input_is_refused():
