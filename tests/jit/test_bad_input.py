@@ -164,6 +164,10 @@ def scale(x, by):
     return x * by
 
 
+def makes_a_graph(x):
+    return fs.make_graph(torch.sin)(x)
+
+
 def draws_before_a_key(x):
     return torch.rand(3) + DROPS.apply({}, x, key=0)
 
@@ -281,6 +285,15 @@ CALLS = [
         "and pass donated arguments by position.",
     ),
     (lambda: fs.jit(3), "expected f to be a function, got an int"),
+    # Only one trace runs at a time, so that it would wait for itself.
+    *(
+        (
+            lambda make=make: make(makes_a_graph)(X),
+            "a function cannot be traced inside another trace. Call fs.make_graph outside of functions of fs.jit and "
+            "fs.make_graph.",
+        )
+        for make in (fs.jit, fs.make_graph)
+    ),
     (lambda: fs.jit(sum_by_torch)(X), f"the function calls torch.distributed's c10d.allreduce_{FOREIGN}"),
     (
         lambda: fs.jit(lambda x: funcol.all_reduce(2 * x, "sum", dist.group.WORLD))(X),
@@ -405,10 +418,6 @@ def test_modes_that_a_function_leaves_changed_are_refused(name, set_mode, usual)
         set_mode(usual)
 
 
-def test_a_keyword_may_be_called_self():
-    assert fs.jit(lambda x, self: x * self)(X, self=X).equal(X * X)
-
-
 def test_argnums_may_name_arguments_that_are_passed_by_keyword_or_not_at_all():
     """Only numbers that no call can pass by position are refused."""
 
@@ -420,23 +429,11 @@ def test_argnums_may_name_arguments_that_are_passed_by_keyword_or_not_at_all():
         assert jitted(X).equal(2 * X)
         assert jitted(X, 3.0).equal(3 * X)
     assert fs.jit(f, static_argnums=1)(X, by=4.0).equal(4 * X)
-
-
-def test_make_graph_inside_a_trace_is_refused():
-    """Only one trace runs at a time, so it would wait for itself."""
-
-    def f(x):
-        return fs.make_graph(torch.sin)(x) and x
-
-    for run in (fs.jit(f), fs.make_graph(f)):
-        with refused(
-            "jit: a function cannot be traced inside another trace. Call fs.make_graph outside of functions of fs.jit "
-            "and fs.make_graph."
-        ):
-            run(X)
+    assert fs.jit(lambda x, self: x * self)(X, self=X).equal(X * X)
 
 
 def test_a_number_that_changes_is_refused_and_the_old_one_still_serves():
+    """Also one that a static argument has by keyword, and one in the place of a tensor."""
     jitted = fs.jit(scale)
     assert jitted(X, 2.0).equal(2 * X)
     text = (
@@ -448,9 +445,6 @@ def test_a_number_that_changes_is_refused_and_the_old_one_still_serves():
         jitted(X, 3.0)
     assert jitted(X, 2.0).equal(2 * X)
     assert len(jitted.traces) == 1
-
-
-def test_a_static_argument_by_keyword_and_a_tensor_may_not_become_another_number():
     jitted = fs.jit(scale, static_argnums=1)
     jitted(X, by=2.0)
     with pytest.raises(ValueError, match=r"\[1\]\['by'\]: was 2\.0 and is 3\.0"):
