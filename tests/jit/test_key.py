@@ -59,14 +59,6 @@ def test_traces():
             assert (type(out), jitted.traces) == (type(tree), whys)
 
 
-def test_static_values_have_a_trace_each():
-    jitted = fs.jit(lambda x, n, mode: x**n if mode == "power" else x * n, static_argnums=(1, 2))
-    for _ in range(2):
-        for n, mode in ((2, "power"), (3, "power"), (3, "product")):
-            assert jitted(X, n, mode).equal(X**n if mode == "power" else X * n)
-    assert jitted.traces == [FIRST, "[0][1] was 2 and is 3", "[0][2] was 'power' and is 'product'"]
-
-
 class Scaled:
     def __init__(self, factor):
         self.factor = factor
