@@ -1,4 +1,4 @@
-"""Steps of methods of training, without a mistake: contrast, distillation, GANs, penalties, codebooks."""
+"""Steps of methods of training, without a mistake: contrast, GANs, penalties, codebooks, policies."""
 
 from functools import partial
 
@@ -8,7 +8,6 @@ from torch import nn
 
 import fshard as fs
 from tests.ext.check.programs import (
-    CLASSES,
     HIDDEN,
     HYBRID,
     NETWORK,
@@ -53,45 +52,6 @@ def whole_batch(params, x, axis):
     """Each rank computes the loss of the rows of all ranks."""
     rows = fs.all_gather(F.normalize(x @ fs.gather(params)["w"], dim=-1), axis)
     return F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
-
-
-@from_step(NETWORK, buffers=lambda mesh: fs.shard(NETWORK, split(mesh)))
-def teacher(state, one, other):
-    """BYOL: a teacher that is the average of the students, and takes no gradient."""
-
-    def loss_of(params):
-        student = F.normalize(forward(fs.gather(params), one), dim=-1)
-        target = F.normalize(forward(fs.gather(state.buffers), other), dim=-1)
-        return 2 - 2 * (student * target.detach()).sum(-1).mean()
-
-    loss, grads = fs.value_and_grad(loss_of)(state.params)
-    after = fs.update(TX, state, grads)
-    average = fs.tree_map(lambda t, p: 0.99 * t + 0.01 * p, state.buffers, after.params)
-    return after._replace(buffers=average), loss
-
-
-@from_step(NETWORK, buffers={"center": torch.zeros(CLASSES)})
-def centered_teacher(state, x, axis):
-    """DINO: targets are centered by an average over the rows of all ranks, which the state keeps."""
-    center = state.buffers["center"]
-
-    def loss_of(params):
-        logits = forward(fs.gather(params), x)
-        targets = ((logits.detach() - center) / 0.04).softmax(-1)
-        return -(targets * (logits / 0.1).log_softmax(-1)).sum(-1).mean(), logits.detach()
-
-    (loss, logits), grads = fs.value_and_grad(loss_of, has_aux=True)(state.params)
-    center = 0.9 * center + 0.1 * fs.pmean(logits.mean(0), axis)
-    return fs.update(TX, state, grads)._replace(buffers={"center": center}), loss
-
-
-@from_loss(NETWORK, batch={"frozen": lambda mesh: fs.shard(NETWORK, split(mesh))})
-def distillation(params, frozen, x, y):
-    """A teacher among the arguments, whose leaves are split, too."""
-    logits = forward(fs.gather(params), x)
-    target = forward(fs.gather(frozen), x).detach()
-    soft = F.kl_div((logits / 2).log_softmax(-1), (target / 2).log_softmax(-1), log_target=True, reduction="batchmean")
-    return 0.5 * F.cross_entropy(logits, y) + 2 * soft
 
 
 def adversarial(mesh):
@@ -183,16 +143,6 @@ def codebook(state, x, axis):
     return fs.update(TX, state, grads)._replace(buffers=buffers), {"loss": loss, "used": (counts > 0.1).sum()}
 
 
-@from_step(NETWORK)
-def sharpness(state, x, y):
-    """SAM: a step up by the norm over all ranks, and a gradient there."""
-    loss, grads = fs.value_and_grad(loss_fn)(state.params, x, y)
-    norm = fs.global_norm(grads)
-    higher = fs.tree_map(lambda p, g: p + 0.05 * g / (norm + 1e-12), state.params, grads)
-    _, grads = fs.value_and_grad(loss_fn)(higher, x, y)
-    return fs.update(TX, state, grads), {"loss": loss, "norm": norm}
-
-
 @from_loss({"w": NETWORK["w"]})
 def twins(params, one, other, axis):
     """Barlow Twins: a matrix of correlations over the rows of all ranks."""
@@ -270,19 +220,6 @@ def deviation_metric(state, x, y, axis):
     }
 
 
-@from_loss({"w": NETWORK["w"]})
-def sinkhorn(params, x, axis):
-    """SwAV: codes whose rows and columns are normalized over the rows of all ranks."""
-    scores = x @ fs.gather(params)["w"]
-    codes = (scores.detach() / 0.05).exp()
-    codes = codes / fs.psum(codes.sum(), axis)
-    for _ in range(3):
-        codes = codes / fs.psum(codes.sum(0), axis) / codes.shape[1]
-        codes = codes / codes.sum(1, keepdim=True) / (len(codes) * axis.size)
-    codes = codes * (len(codes) * axis.size)
-    return -(codes * (scores / 0.1).log_softmax(-1)).sum(-1).mean()
-
-
 @from_step(
     {name: leaf.expand(8, *leaf.shape) for name, leaf in NETWORK.items()},
     lambda mesh: fs.zero3(mesh, layout=fs.own_dim(mesh["shard"])),
@@ -298,19 +235,7 @@ def own_members(state, x, y, axis):
     return fs.update(TX, state, grads), loss / axis.size
 
 
-@from_step(NETWORK, buffers={"rows": torch.zeros(())})
-def rate_scaled_with_ranks(state, x, y, axis):
-    """A learning rate that grows with the batch of all ranks, and a count of rows in the state."""
-    loss, grads = fs.value_and_grad(loss_fn)(state.params, x, y)
-    params = fs.tree_map(lambda p, g: p - 1e-3 * axis.size * g, state.params, grads)
-    rows = state.buffers["rows"] + len(x) * axis.size
-    return state._replace(params=params, buffers={"rows": rows}), {"loss": loss, "rows": rows}
-
-
-PROGRAMS = (
-    *(clip, whole_batch, teacher, centered_teacher, distillation, adversarial, codebook, sharpness, twins, policy),
-    *(mixed_up, deviation_metric, sinkhorn, own_members, rate_scaled_with_ranks),
-)
+PROGRAMS = (clip, whole_batch, adversarial, codebook, twins, policy, mixed_up, deviation_metric, own_members)
 TABLE = {
     **{program.__name__.replace("_", " "): Right(program) for program in PROGRAMS},
     "normalized over two axes": Right(normalized_over_two_axes, HYBRID),
