@@ -3,19 +3,14 @@
 import os
 import platform
 import re
-import signal
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
-import fshard as fs
 from fshard.__main__ import main
-from tests.forked_programs import run_on_ranks
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
@@ -55,29 +50,6 @@ def test_ranks_exit_with_zero(tmp_path, kept):
     script = tmp_path / "script.py"
     script.write_text(TRAINS_AND_ENDS)
     run(*TORCHRUN, 2, script, kept)
-
-
-def be_killed_before_the_mesh():
-    """Rank 1 is killed once both have connected; rank 0 prints what its mesh says."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=2))
-    store = dist.distributed_c10d._get_default_store()
-    if dist.get_rank() == 1:
-        store.wait(["connected"])
-        os.kill(os.getpid(), signal.SIGKILL)
-    store.set("connected", "")
-    try:
-        fs.init_mesh({"shard": -1}, device="cpu", timeout=2)
-    except fs.comm.CollectiveError as error:
-        print(error)
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_before_its_mesh_is_named():
-    survivor, _ = run_on_ranks(2, be_killed_before_the_mesh)
-    assert survivor.output == (
-        "init_mesh: rank 1 did not call it within 2 s. "
-        "Call init_mesh on every rank; if you make several meshes, make them in the same order.\n"
-    )
 
 
 @pytest.mark.slow
