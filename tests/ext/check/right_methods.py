@@ -4,7 +4,6 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import fshard as fs
 from tests.ext.check.programs import (
@@ -19,7 +18,6 @@ from tests.ext.check.programs import (
     forward,
     from_loss,
     from_step,
-    loss_fn,
     split,
 )
 from tests.ext.check.right_steps import Right
@@ -178,48 +176,6 @@ def policy(state, x, actions, logs, advantages, axis):
     return after, {"loss": loss, "distance": distance}
 
 
-class Mix(nn.Module):
-    def forward(self, x):
-        share = torch.rand(len(x), 1)
-        return share * x + (1 - share) * x.flip(0), share
-
-
-MIX = fs.functionalize(Mix())
-
-
-@from_step(NETWORK, key=0)
-def mixed_up(state, x, y, axis):
-    """Mixup, whose shares are drawn by each rank."""
-    key = fs.fold_in(fs.fold_in(state.key, state.step), axis)
-    mixed, share = MIX.apply({}, x, key=key)
-
-    def loss_of(params):
-        losses = F.cross_entropy(forward(fs.gather(params), mixed), y, reduction="none")
-        return (share[:, 0] * losses).mean()
-
-    loss, grads = fs.value_and_grad(loss_of)(state.params)
-    return fs.update(TX, state, grads), loss
-
-
-@from_step(NETWORK)
-def deviation_metric(state, x, y, axis):
-    """The deviation of the losses of ranks, and the largest."""
-
-    def loss_and_local(params):
-        loss = loss_fn(params, x, y)
-        return loss, loss.detach()
-
-    (loss, local), grads = fs.value_and_grad(loss_and_local, has_aux=True)(state.params)
-    deviation = fs.pmean((local - loss).square(), axis).sqrt()
-    rows = fs.all_gather(local[None], axis)
-    return fs.update(TX, state, grads), {
-        "loss": loss,
-        "deviation": deviation,
-        "largest": fs.pmax(local, axis),
-        "median": rows.median(),
-    }
-
-
 @from_step(
     {name: leaf.expand(8, *leaf.shape) for name, leaf in NETWORK.items()},
     lambda mesh: fs.zero3(mesh, layout=fs.own_dim(mesh["shard"])),
@@ -235,7 +191,7 @@ def own_members(state, x, y, axis):
     return fs.update(TX, state, grads), loss / axis.size
 
 
-PROGRAMS = (clip, whole_batch, adversarial, codebook, twins, policy, mixed_up, deviation_metric, own_members)
+PROGRAMS = (clip, whole_batch, adversarial, codebook, twins, policy, own_members)
 TABLE = {
     **{program.__name__.replace("_", " "): Right(program) for program in PROGRAMS},
     "normalized over two axes": Right(normalized_over_two_axes, HYBRID),
