@@ -228,6 +228,27 @@ def test_train_gpt_ends_with_its_throughput(launcher, ranks, tmp_path):
         assert float(f"{lowest * percent:.2f}") <= float(share) <= float(f"{highest * percent:.2f}")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("precision", ("float32", "bfloat16"))
+def test_train_gpt_has_the_same_bits_on_other_numbers_of_ranks(precision, tmp_path):
+    """With dropout; a run that has stopped goes on from its last checkpoint, and takes the steps behind it again."""
+    options = {"steps": 24, "save-every": 4, "sample": 4, "reduction-order": "tree", "precision": precision}
+
+    def train(name, ranks, *more):
+        program = ROOT / "examples/train_gpt.py"
+        run(*TORCHRUN, ranks, program, "--directory", tmp_path / name, *more, timeout=240, **options)
+        return [line.split()[:2] for line in (tmp_path / name / "losses.txt").read_text().splitlines()]
+
+    expected = train("alone", 1)
+    for ranks, steps in ((4, 7), (2, 13), (8, 18), (1, 24)):
+        moved = train("moved", ranks, "--stop-at", steps)
+    assert [step for step, _ in moved] == [str(step) for step in range(24)]
+    assert moved == expected
+    files = (sorted((tmp_path / name).glob("checkpoints/step-*/*0.safetensors"))[-1] for name in ("moved", "alone"))
+    assert len({file.read_bytes() for file in files}) == 1
+
+
 SHORT = {
     "train_gpt": ("--steps", 3, "--sample", 4, "--peak-tflops", 1, "--directory", "."),
     "ddp_parity": ("--steps", 3, "--width", 16, "--layers", 1, "--heads", 2, "--context", 8, "--sample", 4),
