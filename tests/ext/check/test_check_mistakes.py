@@ -2,13 +2,12 @@
 
 import pytest
 
-from tests.ext.check import right_methods, right_steps
 from tests.ext.check.mistakes import check, table
 from tests.ext.check.results import GUIDE, SHOWN, list_mended, read_numbers, write_report
+from tests.ext.check.right_steps import TABLE as WITHOUT_MISTAKES
 
 ROWS = {row.name: row for row in table()}
 WITHOUT_THEIRS = list_mended()
-WITHOUT_MISTAKES = {**right_steps.TABLE, **right_methods.TABLE}
 # One row of each rule, small ones; the others are slow.
 MISTAKES = (
     *("layer_without_a_cast", "layer_without_a_sum", "psum_of_what_agrees", "cast_of_a_permuted_value"),
