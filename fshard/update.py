@@ -4,6 +4,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -146,7 +147,7 @@ class TrainState(NamedTuple):
             The state, at step 0.
 
         Raises:
-            ValueError: if the optimizer refuses the parameters.
+            ValueError: if the optimizer refuses the parameters, `tx` is no optimizer, or `key` is something else.
 
         >>> import torch, fshard as fs
         >>> params = fs.shard({"w": torch.ones(2)}, fs.fully_shard(fs.init_mesh({"shard": -1}, device="cpu")))
@@ -155,6 +156,8 @@ class TrainState(NamedTuple):
         {'w': Sharded(float32[2], P('shard'), local [2])}
         """
         expect(isinstance(tx, Optimizer), "TrainState.create", "tx to be an Optimizer", describe(tx), CHAINED)
+        is_key = isinstance(key, Integral | torch.Tensor | None)
+        expect(is_key, "TrainState.create", "key to be a whole number or a tensor of them", describe(key))
         key = None if key is None else torch.as_tensor(key)
         step = torch.zeros((), dtype=torch.int64)
         return cls(step, params, tx.init(params), buffers, key, transform_state(params))

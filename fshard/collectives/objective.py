@@ -12,7 +12,7 @@ from fshard import _compat, comm
 from fshard.collectives.sums import psum_invariant
 from fshard.collectives.varying import check_not_reduced, refuse_wrong_sums
 from fshard.comm.events import make_label
-from fshard.errors import refuse
+from fshard.errors import expect, refuse
 from fshard.tree import Axis, Flat, Tree, flatten, is_sharded
 from fshard.tree.checks import check_axes, check_loss, check_reduce, check_tensors, check_transforms, describe
 
@@ -32,8 +32,8 @@ def reduction_axes(flat: Flat, api_name: str, over: Over = None) -> tuple[Axis, 
         The axes; none where no leaf is Sharded.
 
     Raises:
-        ValueError: if transforms declare different axes, a leaf is nothing on an axis that was named, or only some
-            leaves are Sharded.
+        ValueError: if `over` names no axes, transforms declare different ones, a leaf is nothing on an axis that was
+            named, or only some leaves are Sharded.
     """
     check_axes(api_name, flat)
     check_transforms(api_name, flat)
@@ -45,8 +45,11 @@ def reduction_axes(flat: Flat, api_name: str, over: Over = None) -> tuple[Axis, 
                 "shard them."
             )
         return ()
-    # Where leaves differ, those with fewer axes are the ones to name, such as experts that were split by split_dim.
-    axes = max((spec.transform.axes for spec in flat.specs), key=len) if over is None else _find_axes(flat, over)
+    if over is None:
+        # Where leaves differ, those with fewer axes are the ones to name, such as experts that were split by split_dim.
+        axes = max((spec.transform.axes for spec in flat.specs), key=len)
+    else:
+        axes = _find_axes(flat, api_name, over)
     # Many leaves have one spec, so the specs are checked once each.
     misfits = {spec for spec in flat.specs if not _takes_part(spec, axes, over)}
     names = [getattr(axis, "name", axis) for axis in axes]
@@ -68,12 +71,14 @@ def reduction_axes(flat: Flat, api_name: str, over: Over = None) -> tuple[Axis, 
     return axes
 
 
-def _find_axes(flat: Flat, over: Axis | str | Sequence[Axis | str]) -> tuple[Axis, ...]:
+def _find_axes(flat: Flat, api_name: str, over: Axis | str | Sequence[Axis | str]) -> tuple[Axis, ...]:
     """Find axes by their names. What no leaf knows stays as it is, and no leaf takes part in it."""
     axis_of_name: dict[Any, Any] = {}
     for spec in flat.specs:
         axis_of_name |= {axis.name: axis for axis in spec.roles}
     several = over if isinstance(over, list | tuple) else [over]
+    are_axes = all(isinstance(axis, Axis | str) for axis in several)
+    expect(are_axes, api_name, "reduce_over to be axes or their names", describe(over), 'as in ("dp", "cp")')
     return tuple(dict.fromkeys(axis_of_name.get(axis, axis) for axis in several))
 
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from fshard import _compat
+from fshard.errors import expect
 from fshard.transforms.base import BuiltIn, ShardTransform, Specs, Storage, Tensors
-from fshard.tree.checks import FLOATING, check_arguments
+from fshard.tree.checks import FLOATING, check_arguments, describe
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def offload(device: torch.device | str | None = None) -> ShardTransform:
         The transform. Without an accelerator it changes nothing.
 
     Raises:
+        ValueError: if `device` is no device.
         RuntimeError: of torch's, if it knows no such device.
 
     >>> import fshard as fs
@@ -98,4 +100,6 @@ def offload(device: torch.device | str | None = None) -> ShardTransform:
     """
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    is_device = isinstance(device, torch.device | str | int)
+    expect(is_device, "offload", "device to be a device", describe(device), "as in compose(offload(), zero3(mesh))")
     return _Offload(torch.device(device))
