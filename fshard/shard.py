@@ -193,10 +193,8 @@ def reshard(tree: Tree, transform: ShardTransform, *, frozen: Mask | None = None
             got = "the state of a transform, which cannot be resharded"
             expected = "parameters or the state of an optimizer"
             layouts.problems.append(Problem(path, got, expected))
-        mean_dims = _find_mean_dims(leaf.spec, specs_of_parameters.get(name))
-        if mean_dims:
-            spec = specs_of_parameters[name].reduced(mean_dims)
-        else:
+        spec = _lay_out_mean(leaf.spec, specs_of_parameters.get(name))
+        if spec is None:
             whole = Spec(leaf.spec.shape, frozen=is_chosen.get(name, leaf.spec.frozen))
             spec = layouts.of(path, name, leaf, whole)
         # A TrainState has its parameters first, and then what the optimizer keeps for each.
@@ -329,23 +327,19 @@ def mesh_device(transform: ShardTransform) -> str | None:
     return next((axis.device_type for axis in layout_axes(transform) if axis.device_type), None)
 
 
-def _find_mean_dims(spec: Spec, parameter: Spec | None) -> list[int]:
-    """Find the dims that an optimizer has taken a mean of a parameter over; none of state that has its shape.
+def _lay_out_mean(spec: Spec, parameter: Spec | None) -> Spec | None:
+    """Lay a mean that an optimizer keeps of a parameter out as the parameter; None for other state.
 
     Args:
         spec: Of the optimizer's leaf.
         parameter: Of the parameter that it belongs to, if any.
     """
-    if parameter is None or len(spec.shape) != len(parameter.shape):
-        return []
-    mean_dims = []
-    for dim, (size, parameter_size) in enumerate(zip(spec.shape, parameter.shape, strict=True)):
-        if size == parameter_size:
-            continue
-        if size != 1:
-            return []
-        mean_dims.append(dim)
-    return mean_dims
+    if parameter is None or spec.shape == parameter.shape:
+        return None
+    sizes = zip(spec.shape, parameter.shape, strict=False)
+    mean_dims = [dim for dim, (size, parameter_size) in enumerate(sizes) if size != parameter_size]
+    mean = parameter.reduced(mean_dims)
+    return mean if mean.shape == spec.shape else None
 
 
 def _move(leaf: Sharded, spec: Spec) -> torch.Tensor:

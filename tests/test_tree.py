@@ -15,7 +15,8 @@ from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 import fshard as fs
-from tests.trees import Layer
+from tests.ranks import world_of
+from tests.trees import Layer, assert_same_bits
 
 SHARD, TENSOR = fs.Axis("shard", 3, "group 0"), fs.Axis("tensor", 2, "group 1")
 
@@ -118,6 +119,40 @@ def test_sharded_is_an_unchanging_value():
     for again in (copy.copy(LEAF), copy.deepcopy(LEAF), pickle.loads(pickle.dumps(LEAF))):
         assert again.spec == LEAF.spec
         assert again.local.equal(LEAF.local)
+
+
+def shard_rows_and_columns():
+    mesh = fs.init_mesh({"rows": 2, "columns": -1}, device="cpu")
+    strategy = fs.compose(fs.fully_shard(mesh["rows"]), fs.fully_shard(mesh["columns"], dim=1))
+    return fs.shard({"w": torch.arange(16.0).view(4, 4)}, strategy)
+
+
+@pytest.mark.parametrize("world_size", [4, "2 processes"])
+def test_a_pickled_shard_is_read_by_its_rank_alone(world_size, workers):
+    """Another rank would take it for its own shard. Where there is no mesh, any shard may be looked at."""
+    world = world_of(world_size, workers)
+    pickled = fs.testing.spmd(lambda: pickle.dumps(shard_rows_and_columns()), world)
+    corners = [pickle.loads(each)["w"].local[0, 0].item() for each in pickled]
+    assert corners == ([0, 2, 8, 10] if world == 4 else [0, 8])
+
+    def read():
+        params = shard_rows_and_columns()
+        rank = torch.distributed.get_rank()
+        for again in (copy.deepcopy(params), pickle.loads(pickled[rank])):
+            assert_same_bits(fs.unshard(again), fs.unshard(params))
+        with pytest.raises(ValueError, match=r"^Sharded: the rank at ") as refused:
+            pickle.loads(pickled[rank ^ 1])
+        return f"{refused.value}"
+
+    texts = fs.testing.spmd(read, world)
+    # Of the axis that both ranks are on, and of those of the other one alone.
+    places = (
+        ("{'rows': 0, 'columns': 1}", "{'columns': 0}") if world == 4 else ("{'rows': 1, 'columns': 0}", "{'rows': 0}")
+    )
+    assert texts[0] == (
+        f"Sharded: the rank at {places[0]} pickled its own shard, and the rank at {places[1]} reads it. Save with "
+        "fs.checkpoint.save, pickle fs.unshard(params), or let each rank read the file that it wrote."
+    )
 
 
 def test_a_sharded_leaf_tells_the_shape_dtype_and_number_of_elements_of_the_full_tensor():

@@ -103,9 +103,6 @@ class Started(Sharded):
     started: StartedGather
     path: str
 
-    def __reduce__(self) -> Any:
-        return Sharded, (self.local, self.spec)
-
 
 register_leaf_class(Started)
 

@@ -50,7 +50,7 @@ class LayoutError(ValueError):
         self.got = got
         self.expected = expected
 
-    def __reduce__(self) -> tuple[type["LayoutError"], tuple[str, str]]:
+    def __reduce__(self) -> Any:
         """Pickle both parts: an error by itself keeps the text alone."""
         return type(self), (self.got, self.expected)
 

@@ -27,7 +27,7 @@ class Exact:
     def __hash__(self) -> int:
         return self._hash
 
-    def __reduce__(self) -> tuple[type["Exact"], tuple[Any]]:
+    def __reduce__(self) -> Any:
         """Pickle the value alone: another process hashes texts in another way."""
         return Exact, (self.value,)
 

@@ -116,6 +116,10 @@ class Sharded:
                 )
             raise AttributeError(f"'Sharded' object has no attribute {name!r}")
 
+    def __reduce__(self) -> Any:
+        """Pickle and copy with this rank's coordinates, as the spec does not say whose shard this is."""
+        return _unpickle, (self.local, self.spec, _find_coordinates(self.spec))
+
     def __create_write_items__(self, fqn: str, _: object) -> None:
         """Called by torch.distributed.checkpoint, which would pickle this and keep what one rank has.
 
@@ -130,6 +134,26 @@ class Sharded:
 # Write the slots directly, which bypasses the frozen dataclass and is fastest.
 replace_local: Callable[[Sharded, torch.Tensor], None] = vars(Sharded)["local"].__set__
 _set_spec: Callable[[Sharded, Spec], None] = vars(Sharded)["spec"].__set__
+
+
+def _find_coordinates(spec: Spec) -> dict[str, int]:
+    """Find this rank's coordinates on the axes that split a leaf and that this process has, by name."""
+    coordinates = {}
+    for axis in spec.partition_axes():
+        if _compat.group_size(axis.group_name) == axis.size:
+            coordinates[axis.name] = _compat.resolve_process_group(axis.group_name).rank()
+    return coordinates
+
+
+def _unpickle(local: torch.Tensor, spec: Spec, coordinates: dict[str, int]) -> Sharded:
+    """Make a leaf again, but not on another rank than the one that pickled it, which holds another shard."""
+    here = _find_coordinates(spec)
+    if here | coordinates != coordinates | here:
+        raise ValueError(
+            f"Sharded: the rank at {coordinates} pickled its own shard, and the rank at {here} reads it. Save with "
+            "fs.checkpoint.save, pickle fs.unshard(params), or let each rank read the file that it wrote."
+        )
+    return Sharded(local, spec)
 
 
 def _refusal(operator: str) -> Callable[..., NoReturn]:

@@ -56,7 +56,7 @@ class P(tuple[str | tuple[str, ...] | None, ...]):
     def __repr__(self) -> str:
         return f"P({', '.join(map(repr, self))})"
 
-    def __reduce__(self) -> tuple[type["P"], tuple[Any, ...]]:
+    def __reduce__(self) -> Any:
         return P, tuple(self)
 
     def names(self, dim: int) -> tuple[str, ...]:
@@ -154,7 +154,7 @@ class Spec:
     @functools.cached_property
     def _hash(self) -> int:
         """Specs are looked up often, and what they hold is slow to hash."""
-        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+        return hash(tuple(self.__getstate__().values()))
 
     @functools.cached_property
     def exact(self) -> Exact:
