@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard.comm import CollectiveError
-from fshard.extend import Box, Problem, check_tensors, expect, flatten, local_box, refuse
+from fshard.extend import Box, Problem, check_local, check_tensors, expect, flatten, local_box, refuse
 
 # At most so many bytes of leaves are cast and sent at a time; a larger leaf is sent alone.
 UNIT_BYTES = 16 * 1024 * 1024
@@ -89,7 +89,7 @@ def publish(
 
     Raises:
         ValueError: if `ranks` are no other ranks of this job, `names` gives several leaves one name, or a leaf is no
-            tensor.
+            tensor, was donated or has no values.
         CollectiveError: if samplers are lost or late, or refuse, with each of them. By then all others have the
             weights, and the trainers' mesh stays good.
 
@@ -202,6 +202,7 @@ def _list_parts(api_name: str, tree: Any, names: Callable[[str], str]) -> Parts:
     """List the parts of leaves that this rank holds, by their names there; none where it holds no element."""
     flat = flatten(tree)
     check_tensors(api_name, flat)
+    check_local(api_name, flat)
     parts: dict[str, LeafPart] = {}
     for name, leaf in zip(flat.names, flat.leaves, strict=True):
         if leaf is None:

@@ -81,6 +81,18 @@ def test_ranks_that_are_no_list_are_refused():
             fs.publish(W, ranks)
 
 
+@on_ranks(2)
+def test_leaves_without_values_are_refused_before_anything_is_sent():
+    """Without them samplers would find other leaves than they ask for, and say nothing of the cause."""
+    mesh, tx = fs.init_mesh({"shard": -1}, device="cpu"), fs.sgd(0.1)
+    params = shard(W, mesh)
+    fs.update(tx, fs.TrainState.create(params, tx), fs.tree_map(torch.ones_like, params), donate=True)
+    abstract = fs.functionalize(torch.nn.Linear(2, 4)).init(fs.ddp(mesh), seed=0, abstract=True)
+    for tree, text in ((params, "arguments were donated"), (abstract, "leaves are abstract")):
+        with pytest.raises(ValueError, match=f"^publish: {text}"):
+            fs.publish(tree, [1 - my_rank()])
+
+
 @on_ranks("2 processes")
 def test_messages_go_between_processors_whatever_the_default_device():
     with torch.device("meta"):
