@@ -282,10 +282,9 @@ def _read_leaf(name: str, leaf: Any, entries: Sequence[Entry]) -> Any:
         raise CheckpointError(f"{name} is a tied parameter, and its names have different values. {remedy}.")
     tensor = tensor.to(device_of(leaf), entries[0].dtype)
     # A view would hold its base, and a donated step writes to no memory that two tensors hold.
-    tensor = tensor.reshape(local.shape).detach()
-    owns_storage = tensor.untyped_storage().nbytes() == tensor.nbytes
-    if not (tensor.is_contiguous() and owns_storage):
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    tensor = tensor.reshape(local.shape).detach().contiguous()
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        tensor = tensor.clone()
     if not is_sharded(leaf):
         return tensor
     restored = Sharded(padded(tensor, leaf.spec), leaf.spec)

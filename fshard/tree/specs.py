@@ -270,7 +270,9 @@ class Spec:
         return replace(self, partition=_partition(entries), owned=pieces).on(axis)
 
     def reduced(self, dims: Iterable[int]) -> "Spec":
-        """Describe a mean of the leaf over some dims, which keep a size of 1 that no axis splits.
+        """Describe a mean of the leaf over some dims, which get a size of 1 that no axis splits.
+
+        A dim that has this size stays as it is, so that `reshard` lays the mean out as the leaf, whose shape it has.
 
         Args:
             dims: The dims, counted from the front.
@@ -283,7 +285,7 @@ class Spec:
         >>> rows.reduced([1]).partition, rows.reduced([0]).partition, rows.reduced([0]).shape
         (P('shard'), P(), (1, 8))
         """
-        chosen = tuple(dims)
+        chosen = [dim for dim in dims if self.shape[dim] != 1]
         shape = tuple(1 if dim in chosen else size for dim, size in enumerate(self.shape))
         entries = []
         for dim in range(len(self.partition)):

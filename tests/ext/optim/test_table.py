@@ -14,7 +14,7 @@ from tests.ranks import on_ranks
 from tests.test_law_agreement import SECONDS, SGD, errors_of_one_alone, updated
 from tests.tolerance import within
 from tests.transforms.test_own_dim import check_training_is_that_of_one_process
-from tests.trees import STRATEGIES, assert_same_bits, every_strategy, meshes
+from tests.trees import STRATEGIES, assert_same_bits, every_strategy, meshes, normal
 
 
 def with_matrices(tx):
@@ -94,9 +94,10 @@ def test_a_leaf_without_a_gradient_for_some_steps(name):
 
 @on_ranks(2)
 def test_reshard_of_a_state_of_rows_and_columns():
-    """Adafactor keeps means of a matrix, which are split as far as the matrix is."""
+    """Adafactor keeps means of a matrix, which are split as far as the matrix is; that of one row has its shape."""
     tx, on = fs.adafactor(0.1), meshes()
-    state = fs.TrainState.create(fs.shard(core.tree(0), STRATEGIES["zero2 of every leaf"](on)), tx)
+    tree = core.tree(0) | {"row": normal(1)(1, 8), "column": normal(2)(8, 1)}
+    state = fs.TrainState.create(fs.shard(tree, STRATEGIES["zero2 of every leaf"](on)), tx)
     state = fs.update(tx, state, state.params)
     full, after = fs.unshard(state), fs.unshard(fs.update(tx, state, state.params))
     for _, strategy in every_strategy():
@@ -104,7 +105,8 @@ def test_reshard_of_a_state_of_rows_and_columns():
         assert_same_bits(fs.unshard(moved), full)
         made = tx.init(moved.params)
         for field in ("row", "column"):
-            assert getattr(moved.opt_state, field)["wide"].spec == getattr(made, field)["wide"].spec
+            for name in ("wide", "row", "column"):
+                assert getattr(moved.opt_state, field)[name].spec == getattr(made, field)[name].spec
         updated_state = fs.unshard(fs.update(tx, moved, moved.params))
         # Means over the rows or columns of a leaf.
         fs.testing.assert_trees_close(updated_state.params, after.params, **within(after.params, terms=70))
