@@ -96,8 +96,9 @@ def _update(tx: fs.Optimizer, grads: Any, state: WholeState, params: Any) -> tup
     for i, (name, leaf, grad) in enumerate(zip(flat.names, flat.leaves, grad_leaves, strict=True)):
         if states[i] is None and not is_trained(leaf):
             continue
-        if grad is None:
-            # The step is counted, and an average of the leaf moves; neither looks across elements.
+        if grad is None and leaf.shape and _split_axes(leaf):
+            # The step is counted, and an average of the leaf moves; neither looks across elements. The state of a leaf
+            # that is whole, or of a number, has no layout of its own.
             stepped, states[i] = run_update("whole", "tx", tx, {name: None}, states[i], {name: leaf})
             leaves[i] = stepped[name]
         else:
@@ -163,9 +164,9 @@ def _take_local_piece(leaf: Any, value: Any) -> Any:
     return fs.Sharded(local_piece(value, spec), spec)
 
 
-def _wrap_like(leaf: Any, tensor: torch.Tensor) -> Any:
-    """Wrap a tensor as another leaf is, in that leaf's stored shape."""
-    if not isinstance(leaf, fs.Sharded):
+def _wrap_like(leaf: Any, tensor: Any) -> Any:
+    """Wrap a tensor as another leaf is, in that leaf's stored shape; None stays None."""
+    if tensor is None or not isinstance(leaf, fs.Sharded):
         return tensor
     return fs.Sharded(tensor.reshape(leaf.local.shape), leaf.spec)
 

@@ -178,6 +178,23 @@ def test_a_rank_sends_its_share_of_what_is_stepped(world_size):
     ]
 
 
+@pytest.mark.parametrize("name", ["rows", "whole"])
+@on_ranks(2)
+def test_an_average_of_leaves_without_a_gradient_is_that_of_each_leaf(name):
+    """Whether ranks hold a leaf whole or split, a number too, which is stored with a dim."""
+    full = {"w": normal(1)(4, 3), "unused": normal(2)(5), "number": normal(3)()}
+    strategy = {"rows": fs.fully_shard, "whole": fs.replicate}[name](one_axis())
+    averages = []
+    for tx in (fs.whole(fs.ema(fs.adam(0.1), 0.5)), fs.ema(fs.adam(0.1), 0.5)):
+        state = fs.TrainState.create(fs.shard(full, strategy), tx)
+        for _ in range(STEPS):
+            state = fs.update(tx, state, {"w": state.params["w"], "unused": None, "number": None})
+        states = getattr(state.opt_state, "leaves", [state.opt_state])
+        average = {name: leaf for each in states for name, leaf in each.average.items()}
+        averages.append(fs.unshard({name: average[name] for name in full}))
+    assert_same_bits(*averages)
+
+
 @on_ranks(2)
 def test_a_rank_that_owns_no_leaf_makes_the_same_updates():
     """It steps nothing, so that ranks must not compare by which numbers they step whole leaves."""
