@@ -154,8 +154,10 @@ def decode(data: bytes, file: object = MANIFEST) -> Manifest:
         if leaf.dtype not in SAVED:
             raise CheckpointError(f"{file}: {path:.100} has dtype {leaf.dtype!r:.40}, which fshard does not know")
         if not _cover_once(leaf.shape, leaf.chunks):
-            problem = f"the {len(leaf.chunks)} chunks of {path:.100} do not cover each of its elements once"
-            raise CheckpointError(f"{file}: {problem}")
+            raise CheckpointError(
+                f"{file}: the {len(leaf.chunks)} chunks of {path:.100} do not cover each of its elements once; save it "
+                "on a mesh of all ranks that it is split over"
+            )
     return manifest
 
 

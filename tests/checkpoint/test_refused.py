@@ -10,6 +10,7 @@ import fshard as fs
 from fshard import checkpoint
 from fshard.checkpoint import CheckpointError
 from fshard.errors import escape_text
+from fshard.testing import spmd
 from fshard.tree import MASK
 from fshard.tree.checks import mark_donated
 from tests.checkpoint.states import refused, refused_everywhere
@@ -231,6 +232,21 @@ def test_replicas_that_differ(tmp_path):
             )
             assert checkpoint.latest_step(tmp_path) is None
     check_export_is_refused("to_state_dict", lambda _, params: checkpoint.to_state_dict(params), tmp_path / "out")
+
+
+def test_a_mesh_of_too_few_ranks(tmp_path):
+    """Each rank saves by itself, and has half of the leaf."""
+
+    def save():
+        mesh = fs.init_mesh({"replica": 1, "shard": 2}, device="cpu")
+        params = fs.shard({"w": normal(1)(4)}, fs.fully_shard(mesh["shard"]))
+        checkpoint.save(tmp_path / f"{my_rank()}", params, step=1, mesh=mesh["replica"])
+
+    for text in spmd(lambda: refused(save, CheckpointError), 2):
+        assert text.endswith(
+            "manifest.json: the 1 chunks of ['w'] do not cover each of its elements once; save it on a mesh of all "
+            "ranks that it is split over"
+        )
 
 
 def check_export_is_refused(name, export, directory):
