@@ -347,7 +347,7 @@ def run_update(
         The new parameters, or of a GradientTransformation the new gradients; and the new state.
 
     Raises:
-        ValueError: if it returns something else, such as the state first.
+        ValueError: if it returns something else, such as the state first, or plain tensors for Sharded leaves.
     """
     name, before = ("params", params) if isinstance(tx, Optimizer) else ("grads", grads)
     remedy = f"return ({name}, state), the new {name} first"
@@ -355,8 +355,20 @@ def run_update(
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ValueError(f"{api_name}: {argument}.update must return two values, got {describe(pair)}; {remedy}.")
     new, state = pair
-    same_structure(f"{api_name}: {name} that {argument}.update returned", flatten(new), flatten(before), remedy)
+    flat, old = flatten(new), flatten(before)
+    headline = f"{api_name}: {name} that {argument}.update returned"
+    same_structure(headline, flat, old, remedy)
+    # No line of Python runs for each of thousands.
+    if list(map(type, flat.leaves)) != list(map(type, old.leaves)):
+        remedy = "make new leaves by fs.tree_map of the old ones, which keeps them Sharded"
+        refuse(f"{headline}: leaves are not Sharded", flat.problems(_describe_lost_spec, old.leaves), remedy)
     return new, state
+
+
+def _describe_lost_spec(new: Any, old: Any) -> tuple[str, str] | None:
+    """Describe a tensor in the place of a Sharded leaf, whose gradients would be those of one rank alone."""
+    is_lost = is_sharded(old) and new is not None and not is_sharded(new)
+    return (describe(new), describe(old)) if is_lost else None
 
 
 def _take_over(state: TrainState, flat: Flat) -> TrainState:

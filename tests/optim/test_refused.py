@@ -213,6 +213,26 @@ def test_updates_that_return_something_else_than_new_leaves_and_a_state():
     )
 
 
+def test_plain_tensors_in_the_place_of_sharded_leaves():
+    """Ranks that hold a leaf whole would train apart: nobody sums the gradients of a plain tensor."""
+
+    def update(grads, state, params):
+        return {name: leaf.local - grads[name].local for name, leaf in params.items()}, state
+
+    def change(grads, state, params):
+        return {name: leaf.local for name, leaf in grads.items()}, state
+
+    params = fs.shard(PARAMS, fs.ddp(fs.init_mesh({"shard": -1}, device="cpu")))
+    optimizer = fs.Optimizer(lambda params: (), update)
+    transformation = fs.GradientTransformation(lambda params: (), change)
+    for tx, made in ((optimizer, "update: params that tx"), (fs.chain(transformation, SGD), "chain: grads that")):
+        lines = text_of(partial(fs.update, tx, fs.TrainState.create(params, tx), params)).split("\n")
+        assert lines[0].startswith(made)
+        assert lines[0].endswith("update returned: leaves are not Sharded")
+        assert lines[1] == f"  ['a']: expected a Sharded leaf, got a float32 Tensor of shape {tuple(PARAMS['a'].shape)}"
+        assert lines[-1] == "To fix: make new leaves by fs.tree_map of the old ones, which keeps them Sharded."
+
+
 def check_leaves_are_refused(make, checked_by, takes_complex):
     """The optimizer of a learning rate, the name in its errors, and whether its leaves may be complex."""
     expected = "a floating tensor" if takes_complex else "a real floating tensor"
