@@ -192,7 +192,10 @@ UNFIT = "update: gradients do not fit the parameters\n"
 FROM = "\nTo fix: pass what fs.scatter_grads(grads, like=state.params) or fs.value_and_grad returned."
 KEEPS_NUMBERS = fs.Optimizer(lambda params: (), lambda grads, state, params: (params, state))
 FLOATING = "the loss must be a floating scalar tensor, got a float32 Tensor of shape (3,)"
-AVERAGE = ". Sum or average it over the batch. A function that returns (loss, aux) needs has_aux=True."
+AVERAGE = (
+    ". Sum or average it over the batch. A function that returns (loss, aux) needs has_aux=True, and one that "
+    'returns (sum, count) needs reduce="weighted".'
+)
 PAIR = 'with reduce="weighted" the loss must be a pair (sum, count), got a float32 Tensor of shape ().'
 AUX = "f must return the pair (loss, aux) with has_aux=True, but returned a float32 Tensor of shape ()."
 INFERENCE = "cannot differentiate inside torch.inference_mode(). Leave the context, or evaluate with model.apply."

@@ -540,7 +540,8 @@ def check_loss(loss: Any, reduce: str, api_name: str) -> None:
     if not torch.is_tensor(value) or value.dim() or not value.is_floating_point():
         raise ValueError(
             f"{api_name}: the {name} must be a floating scalar tensor, got {describe(value)}. Sum or average it over "
-            "the batch. A function that returns (loss, aux) needs has_aux=True."
+            "the batch. A function that returns (loss, aux) needs has_aux=True, and one that returns (sum, count) "
+            'needs reduce="weighted".'
         )
 
 
