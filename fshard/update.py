@@ -317,11 +317,6 @@ def check_same_step(api_name: str, given: Tree) -> None:
     rank_state.compared.add(flat.treedef)
 
 
-def step_of(tx: Any, donate: bool) -> Update:
-    """Return the update of a transformation: an optimizer's donated one, where `donate` is set and there is one."""
-    return (getattr(tx, "update_donated", None) if donate else None) or tx.update
-
-
 def run_update(
     api_name: str,
     argument: str,
@@ -351,24 +346,22 @@ def run_update(
     """
     name, before = ("params", params) if isinstance(tx, Optimizer) else ("grads", grads)
     remedy = f"return ({name}, state), the new {name} first"
-    pair = step_of(tx, donate)(grads, state, params)
+    step = getattr(tx, "update_donated", None) if donate else None
+    try:
+        pair = (step or tx.update)(grads, state, params)
+    except AttributeError as error:
+        if error.obj is state:
+            error.add_note(f"To fix: pass the state that {argument}.init made, not {describe(state)}.")
+        raise
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ValueError(f"{api_name}: {argument}.update must return two values, got {describe(pair)}; {remedy}.")
     new, state = pair
     flat, old = flatten(new), flatten(before)
-    headline = f"{api_name}: {name} that {argument}.update returned"
-    same_structure(headline, flat, old, remedy)
-    # No line of Python runs for each of thousands.
+    same_structure(f"{api_name}: {name} that {argument}.update returned", flat, old, remedy)
+    # Without its spec, a whole leaf would be one of this rank alone. No line of Python runs for each of thousands.
     if list(map(type, flat.leaves)) != list(map(type, old.leaves)):
-        remedy = "make new leaves by fs.tree_map of the old ones, which keeps them Sharded"
-        refuse(f"{headline}: leaves are not Sharded", flat.problems(_describe_lost_spec, old.leaves), remedy)
+        check_same_shards(old, flat.leaves)
     return new, state
-
-
-def _describe_lost_spec(new: Any, old: Any) -> tuple[str, str] | None:
-    """Describe a tensor in the place of a Sharded leaf, whose gradients would be those of one rank alone."""
-    is_lost = is_sharded(old) and new is not None and not is_sharded(new)
-    return (describe(new), describe(old)) if is_lost else None
 
 
 def _take_over(state: TrainState, flat: Flat) -> TrainState:
@@ -523,7 +516,10 @@ def check_same_shards(flat: Flat, *columns: Sequence[Any]) -> None:
         are_same = all(map(operator.is_, attributes_of(leaves, "spec"), specs))
         if not are_same or not all(map(operator.eq, _list_shapes(tensors_of(leaves)), _list_shapes(flat.tensors))):
             problems = flat.problems(_describe_other_shard, leaves)
-            remedy = "pass gradients and a state of these parameters, and reshard them together, as a TrainState"
+            remedy = (
+                "pass gradients and a state of these parameters, reshard them together, as a TrainState, and make new "
+                "leaves by fs.tree_map"
+            )
             refuse("update: leaves do not fit the parameters", problems, remedy)
 
 
@@ -537,7 +533,8 @@ def _describe_other_shard(param: Any, leaf: Any) -> tuple[str, str] | None:
     texts = []
     for each in (leaf, param):
         tensor = tensor_of(each)
-        shard = f"a shard of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else describe(tensor)
+        kind = "shard" if is_sharded(each) else "tensor"
+        shard = f"a {kind} of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else describe(tensor)
         texts.append(f"{shard}, split by {each.spec.effective_partition}" if is_sharded(each) else shard)
     got, expected = texts
     return None if got == expected else (got, expected)

@@ -225,12 +225,22 @@ def test_plain_tensors_in_the_place_of_sharded_leaves():
     params = fs.shard(PARAMS, fs.ddp(fs.init_mesh({"shard": -1}, device="cpu")))
     optimizer = fs.Optimizer(lambda params: (), update)
     transformation = fs.GradientTransformation(lambda params: (), change)
-    for tx, made in ((optimizer, "update: params that tx"), (fs.chain(transformation, SGD), "chain: grads that")):
+    for tx in (optimizer, fs.chain(transformation, SGD)):
         lines = text_of(partial(fs.update, tx, fs.TrainState.create(params, tx), params)).split("\n")
-        assert lines[0].startswith(made)
-        assert lines[0].endswith("update returned: leaves are not Sharded")
-        assert lines[1] == f"  ['a']: expected a Sharded leaf, got a float32 Tensor of shape {tuple(PARAMS['a'].shape)}"
-        assert lines[-1] == "To fix: make new leaves by fs.tree_map of the old ones, which keeps them Sharded."
+        assert lines[:2] == [
+            "update: leaves do not fit the parameters",
+            "  ['a']: expected a shard of shape (2,), split by P(), got a tensor of shape (2,)",
+        ]
+        assert lines[-1].endswith("make new leaves by fs.tree_map.")
+
+
+def test_the_state_of_another_optimizer_is_named():
+    adamw = fs.from_torch(optim.AdamW, lr=0.1)
+    state = fs.TrainState.create(PARAMS, fs.chain(CLIP, adamw))
+    for tx, argument in ((adamw, "tx"), (fs.ema(adamw, 0.5), "tx"), (fs.partition({"*": adamw}), "parts['*']")):
+        with pytest.raises(AttributeError) as caught:
+            fs.update(tx, state._replace(opt_state=((),)), PARAMS)
+        assert caught.value.__notes__ == [f"To fix: pass the state that {argument}.init made, not a tuple."]
 
 
 def check_leaves_are_refused(make, checked_by, takes_complex):
