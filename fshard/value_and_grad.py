@@ -13,6 +13,7 @@ from fshard.collectives import (
     REDUCTIONS,
     Over,
     annotate_dtype,
+    axes_on_tape,
     check_agrees,
     check_not_reduced,
     denominator,
@@ -198,6 +199,8 @@ class _Differentiation:
         check_floating(api_name, self.flat)
         self.axes = reduction_axes(self.flat, api_name, options.reduce_over)
         self.shared_axes = shared_axes(self.flat, self.axes)
+        # Ranks that compute a loss together over an axis train one model, also where no leaf is placed on the axis.
+        self.loss_axes = dict.fromkeys(self.flat.axes)
         check_differentiable(api_name)
         self.states = states_of(api_name, self.flat, options.transform_state)
         self.sums = self.order.begin_sums(api_name, self.axes, len(functions))
@@ -225,7 +228,7 @@ class _Differentiation:
                 "Compute it with model.apply(params, ...) or fs.gather(params), and without no_grad or detach.",
                 stacklevel=2,
             )
-        unreduced_axes = [axis for axis in flat.axes if axis.size > 1 and axis not in self.axes]
+        unreduced_axes = [axis for axis in self.loss_axes if axis.size > 1 and axis not in self.axes]
         if unreduced_axes:
             check_agrees(objective, unreduced_axes, self.options.api_name)
         grads = flat.unflatten(by_leaf)
@@ -248,6 +251,7 @@ class _Differentiation:
         options = self.options
         reductions_before = REDUCTIONS.get()
         result = function(self.flat.unflatten(leaves))
+        self.loss_axes |= dict.fromkeys(axes_on_tape())
         loss, aux = result, None
         if options.has_aux:
             if not isinstance(result, tuple) or len(result) != 2:

@@ -124,7 +124,24 @@ def test_a_loss_that_differs_over_an_axis_that_stays_split():
     def local_loss(params):
         return fs.gather(params)["w"].square().sum()
 
-    assert_refused(local_loss, params, "value_and_grad: the loss differs between ranks of 'replicate' ([")
+    refusal = "value_and_grad: the loss differs between ranks of 'replicate' (["
+    assert_refused(local_loss, params, refusal)
     value, grads = fs.value_and_grad(lambda p: fs.psum_invariant(local_loss(p), tp))(params)
     expected = full["w"].square().sum(), {"w": 2 * full["w"]}
     assert_trees_close((value, fs.unshard(grads)), expected, **within(expected, full["w"].numel()))
+
+
+@on_ranks(4)
+def test_a_loss_that_ranks_compute_together_over_an_axis_without_leaves():
+    """As by ring attention: each rank would update its own copy by a part of the gradient."""
+    mesh = two_axes(4)
+    axis = fs.axis_of(mesh["replicate"])
+    params = fs.shard({"w": normal(1)(6, 4)}, fs.fully_shard(mesh["shard"]))
+    factor = 1.0 + fs.axis_index(axis)
+
+    def of_others(params):
+        return factor * fs.ppermute(fs.gather(params)["w"].square().sum(), axis, [(0, 1), (1, 0)])
+
+    assert_refused(of_others, params, "value_and_grad: the loss differs between ranks of 'replicate' ([")
+    # Replicas that train apart may look at each other.
+    fs.value_and_grad(lambda p: factor * fs.gather(p)["w"].square().sum() + fs.pmean(torch.ones(()), axis))(params)

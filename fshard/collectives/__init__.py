@@ -6,6 +6,7 @@ from fshard.collectives.linear import (
     REDUCTIONS,
     CollectiveTape,
     Variance,
+    axes_on_tape,
     record_on_tape,
     run_on_tape,
     variance_of,

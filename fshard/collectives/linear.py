@@ -208,6 +208,7 @@ class CollectiveTape:
 
     Attributes:
         tokens: The first token, which requires a gradient, and the last one; none until something is tied.
+        axes: Those that the collectives communicate over, as keys.
     """
 
     def __init__(self, at_backward: Callable[[], None]) -> None:
@@ -217,6 +218,7 @@ class CollectiveTape:
             at_backward: Is called by the backward before and after the transpose of each collective on the tape.
         """
         self.tokens: list[torch.Tensor] = []
+        self.axes: dict[Axis, None] = {}
         self._at_backward = at_backward
 
     def tie(self, tensors: Tensors) -> list[torch.Tensor]:
@@ -257,7 +259,14 @@ def run_on_tape(run: Callable[[Tensors], list[torch.Tensor]], tensors: Tensors, 
     is_differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if tape is None or axis.size == 1 or not is_differentiated or _compat.transforms_active():
         return run(tensors)
+    tape.axes[axis] = None
     return tape.tie(run(tape.tie(tensors)))
+
+
+def axes_on_tape() -> Sequence[Axis]:
+    """List the axes of the collectives on the tape of the call that runs."""
+    tape = _tape.get()
+    return [] if tape is None else list(tape.axes)
 
 
 def collective(

@@ -90,11 +90,11 @@ def test_gradients_of_other_shapes_are_refused_by_each_optimizer_that_is_called_
     adam = fs.from_torch(torch.optim.Adam)
     optimizers = [fs.sgd(0.1), fs.sgd(0.1, momentum=0.9, weight_decay=0.1), fs.adam(0.1), fs.lamb(0.1), fs.lars(0.1)]
     optimizers += [adam, fs.whole(adam), fs.partition({"b": adam, "w": fs.sgd(0.1)}), fs.ema(fs.adamw(0.1), 0.9)]
-    got = re.escape(f"a shard of shape {shape}")
+    got = re.escape(f"a tensor of shape {shape}")
     for tx in optimizers:
         state = tx.init(params)
         for name, leaf in params.items():
-            expected = re.escape(f"  ['{name}']: expected a shard of shape {tuple(leaf.shape)}, got ")
+            expected = re.escape(f"  ['{name}']: expected a tensor of shape {tuple(leaf.shape)}, got ")
             with pytest.raises(ValueError, match=f"^update: leaves do not fit the parameters\n{expected}{got}\n"):
                 tx.update({**params, name: torch.ones(shape)}, state, params)
 
