@@ -24,7 +24,6 @@ from fshard.tree import (
     is_tensor,
     is_trained,
     leaves_like,
-    leaves_of,
     map_leaves,
     map_nodes,
     tensor_of,
@@ -220,7 +219,7 @@ def update(
     # In a trace it is for jit to say which tensors are written in place.
     donate = donate and not _compat.is_tracing()
     if donate and tx.update_donated is not None:
-        state = _take_over(state, flat)
+        state = _take_over(state)
     is_on_host = any_on_host(flat.specs)
     axes = flat.axes
     text = f"an update of {len(flat.leaves)} leaves{_read_number(' at step ', state.step)}"
@@ -364,19 +363,18 @@ def run_update(
     return new, state
 
 
-def _take_over(state: TrainState, flat: Flat) -> TrainState:
+def _take_over(state: TrainState) -> TrainState:
     """Take parameters and optimizer state away from a donated state, for the update to write to.
 
     The old leaves are invalidated before anything is written, because an update that fails halfway has changed some of
     them. Frozen ones stay: they are not written to, and their averages are they themselves.
     """
+    flat = flatten((state.params, state.opt_state))
     leaves = flat.leaves
-    begin = len(leaves_of(state.step))
-    end = len(leaves) - len(leaves_of([state.buffers, state.key, state.transform_state]))
     # A value that a transform of torch.func has wrapped ends with it.
     may_be_kept = _compat.transforms_active()
     tensors = {}
-    for n, (leaf, tensor) in enumerate(zip(leaves[begin:end], flat.tensors[begin:end], strict=True), begin):
+    for n, (leaf, tensor) in enumerate(zip(leaves, flat.tensors, strict=True)):
         is_trained_tensor = isinstance(tensor, torch.Tensor) and (leaf is tensor or not leaf.spec.frozen)
         if is_trained_tensor and not (may_be_kept and _compat.is_transformed(tensor)):
             tensors[n] = tensor
@@ -388,8 +386,8 @@ def _take_over(state: TrainState, flat: Flat) -> TrainState:
     for n, tensor in tensors.items():
         leaf = leaves[n]
         new_leaves[n] = Sharded(tensor, leaf.spec) if is_sharded(leaf) else moved.get(id(tensor), tensor)
-    taken = flat.unflatten(new_leaves)
-    return state._replace(params=taken.params, opt_state=taken.opt_state)
+    params, opt_state = flat.unflatten(new_leaves)
+    return state._replace(params=params, opt_state=opt_state)
 
 
 def chain(*transformations: GradientTransformation | Optimizer) -> Any:
@@ -516,10 +514,7 @@ def check_same_shards(flat: Flat, *columns: Sequence[Any]) -> None:
         are_same = all(map(operator.is_, attributes_of(leaves, "spec"), specs))
         if not are_same or not all(map(operator.eq, _list_shapes(tensors_of(leaves)), _list_shapes(flat.tensors))):
             problems = flat.problems(_describe_other_shard, leaves)
-            remedy = (
-                "pass gradients and a state of these parameters, reshard them together, as a TrainState, and make new "
-                "leaves by fs.tree_map"
-            )
+            remedy = "pass gradients and a state of these leaves, reshard them together, and map them by fs.tree_map"
             refuse("update: leaves do not fit the parameters", problems, remedy)
 
 

@@ -11,9 +11,9 @@ from fshard import _compat, comm
 from fshard.collectives import (
     OBSERVED,
     REDUCTIONS,
+    TAPE,
     Over,
     annotate_dtype,
-    axes_on_tape,
     check_agrees,
     check_not_reduced,
     denominator,
@@ -229,8 +229,7 @@ class _Differentiation:
                 stacklevel=2,
             )
         unreduced_axes = [axis for axis in self.loss_axes if axis.size > 1 and axis not in self.axes]
-        if unreduced_axes:
-            check_agrees(objective, unreduced_axes, self.options.api_name)
+        check_agrees(objective, unreduced_axes, self.options.api_name)
         grads = flat.unflatten(by_leaf)
         if self.options.transform_state is ABSENT:
             return objective, auxes, grads
@@ -251,7 +250,9 @@ class _Differentiation:
         options = self.options
         reductions_before = REDUCTIONS.get()
         result = function(self.flat.unflatten(leaves))
-        self.loss_axes |= dict.fromkeys(axes_on_tape())
+        tape = TAPE.get()
+        if tape is not None:
+            self.loss_axes |= tape.axes
         loss, aux = result, None
         if options.has_aux:
             if not isinstance(result, tuple) or len(result) != 2:

@@ -4,9 +4,9 @@ from fshard.collectives.derived import make_derived_leaf_agree
 from fshard.collectives.linear import (
     OBSERVED,
     REDUCTIONS,
+    TAPE,
     CollectiveTape,
     Variance,
-    axes_on_tape,
     record_on_tape,
     run_on_tape,
     variance_of,

@@ -230,8 +230,8 @@ class CollectiveTape:
         return outputs
 
 
-# The tape of the call that runs.
-_tape: ContextVar[CollectiveTape | None] = ContextVar("fshard_tape", default=None)
+# The tape of the call that runs; None where none is differentiated.
+TAPE: ContextVar[CollectiveTape | None] = ContextVar("fshard_tape", default=None)
 # What is called with the functions, leaves, axes and options of each differentiation before it runs.
 OBSERVED: ContextVar[Callable[..., None] | None] = ContextVar("fshard_observed", default=None)
 # How often this rank has made a value that agrees of one that varies.
@@ -249,24 +249,18 @@ def record_on_tape(tape: CollectiveTape | None = None) -> Iterator[CollectiveTap
         The tape. Its first token is an input of the graph, and its last one an output, to be differentiated with zeros.
     """
     tape = tape or CollectiveTape(lambda: None)
-    with comm.setting(_tape, tape):
+    with comm.setting(TAPE, tape):
         yield tape
 
 
 def run_on_tape(run: Callable[[Tensors], list[torch.Tensor]], tensors: Tensors, axis: Axis) -> list[torch.Tensor]:
     """Call a function that makes one autograd node and communicates over an axis, on the tape of the call, if any."""
-    tape = _tape.get()
+    tape = TAPE.get()
     is_differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if tape is None or axis.size == 1 or not is_differentiated or _compat.transforms_active():
         return run(tensors)
     tape.axes[axis] = None
     return tape.tie(run(tape.tie(tensors)))
-
-
-def axes_on_tape() -> Sequence[Axis]:
-    """List the axes of the collectives on the tape of the call that runs."""
-    tape = _tape.get()
-    return [] if tape is None else list(tape.axes)
 
 
 def collective(

@@ -291,11 +291,12 @@ def check_not_reduced(loss: torch.Tensor, axes: Sequence[Axis], api_name: str) -
 
 
 def check_agrees(value: torch.Tensor, axes: Sequence[Axis], api_name: str) -> None:
-    """Refuse an objective that differs between ranks of an axis that leaves are placed on and nothing is reduced over.
+    """Refuse an objective that differs between ranks of an axis that it should have been reduced over.
 
     Args:
         value: The objective.
-        axes: The axes of several ranks that it was not reduced over.
+        axes: Those of several ranks that leaves are placed on, or the loss communicates over, and nothing is reduced
+            over.
         api_name: The verb that asks, for its error.
 
     Raises:

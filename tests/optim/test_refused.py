@@ -231,7 +231,7 @@ def test_plain_tensors_in_the_place_of_sharded_leaves():
             "update: leaves do not fit the parameters",
             "  ['a']: expected a shard of shape (2,), split by P(), got a tensor of shape (2,)",
         ]
-        assert lines[-1].endswith("make new leaves by fs.tree_map.")
+        assert lines[-1].endswith("map them by fs.tree_map.")
 
 
 def test_the_state_of_another_optimizer_is_named():
