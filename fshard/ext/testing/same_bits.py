@@ -1,19 +1,19 @@
 """assert_same_bits: a step trained at several world sizes has one answer, bit for bit."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import fshard as fs
-from fshard.extend import describe, expect, flatten
+from fshard.extend import describe, expect, flatten, process_rank
 from fshard.testing import Workers, spmd
 
-# The leaves of one step by the part of the results that they are counted in, such as "state.params", and their paths.
-Values = dict[tuple[str, str], Any]
+# The leaves of one step by their paths, such as "state.params['w']".
+Values = dict[str, Any]
 
 _TREE = 'pass reduction_order="tree" to accumulate or value_and_grad'
 _KERNELS = "take one thread and kernels whose bits depend on shape and dtype alone"
@@ -33,6 +33,11 @@ _CAUSES = MappingProxyType(
             f"{_TREE} and to what sums over shards, such as clip_by_global_norm, take no fused optimizer of torch, "
             "whose bits depend on the length of a shard, and return the gradients as a third value to compare",
         ),
+        # Whatever differs on another rank than 0, where that has the bits that are expected.
+        "rank": (
+            "rank 0 has the bits that are expected: the step computes this of the rank, or of its part of the batch",
+            "return what agrees between ranks, as after fs.objective, fs.pmean or fs.sync_buffers",
+        ),
     }
 )
 ABSENT = "no such leaf"
@@ -49,8 +54,9 @@ def assert_same_bits(
     """Run a step at several world sizes and assert that every loss and every leaf of the state have the same bits.
 
     Every rank makes its state, and gets its share of each batch by `fs.microbatches`. After each step the loss and the
-    unsharded state are compared byte by byte with those of the first world size, which are kept for all steps. Torch
-    has to compute with the same number of threads in all processes.
+    unsharded state of each rank are compared byte by byte with those of rank 0 at the first world size, which are kept
+    for all steps; if it has several ranks, it runs twice. Torch has to compute with the same number of threads in all
+    processes.
 
     Args:
         step: Called with (state, microbatches); returns (state, loss), or (state, loss, aux) with a tree of more to
@@ -64,8 +70,8 @@ def assert_same_bits(
     Raises:
         ValueError: if `step` or `state` is no function, it returns something else, such as parameters that are not
             sharded, there are no batches, or the world sizes are equal.
-        AssertionError: with the first step and the first leaf that differ, how many of its elements differ, and the
-            likely cause.
+        AssertionError: with the first step, rank and leaf that differ, how many of its elements differ, and the likely
+            cause.
 
     >>> import fshard as fs
     >>> tx = fs.sgd(0.1)
@@ -81,7 +87,7 @@ def assert_same_bits(
     >>> assert_same_bits(train_step, state, batches, world_sizes=(1, 2, 4))
     >>> assert_same_bits(partial(train_step, reduction_order=None), state, batches, world_sizes=(1, 4))
     Traceback (most recent call last):
-    AssertionError: assert_same_bits: step 0 (counted from 0) has other bits on 4 ranks than on 1
+    AssertionError: assert_same_bits: step 0 (counted from 0) has other bits on rank 0 of 4 than on rank 0 of 1
       loss: ...
     """
     expect(callable(step), "assert_same_bits", "step to be a function", describe(step))
@@ -91,26 +97,44 @@ def assert_same_bits(
     expect(are_different, "assert_same_bits", "two or more different world_sizes", f"{world_sizes!r:.100}")
     steps = list(batches)
     expect(steps, "assert_same_bits", "batches of one step or more", "none")
-    program = partial(_run_steps, step, state, steps)
-    first, *others = (spmd(program, world, timeout)[0] for world in world_sizes)
-    ranks = [world.world_size if isinstance(world, Workers) else world for world in world_sizes]
-    for size, rows in zip(ranks[1:], others, strict=True):
-        # The first row is the state before all steps.
-        for number, (a, b) in enumerate(zip(first, rows, strict=True), start=-1):
-            differences = {}
-            for name in a | b:
-                text = _describe_difference(a.get(name, ABSENT), b.get(name, ABSENT))
-                if text:
-                    differences[name] = text
-            if differences:
-                raise AssertionError(_report(number, (ranks[0], size), differences, a | b))
+    run = partial(_run_steps, step, state, steps)
+    of_first = spmd(partial(_keep_on_rank_0, run), world_sizes[0], timeout)
+    # Rank 0 of the first world size has no others to be compared with if it is alone.
+    for world in world_sizes[len(of_first) == 1 :]:
+        of_ranks = spmd(partial(_find_difference, run, of_first[0]), world, timeout)
+        differences = [difference for difference in of_ranks if difference]
+        if differences:
+            raise AssertionError(_report(len(of_first), len(of_ranks), *min(differences)))
 
 
-def _run_steps(step: Callable[..., Any], state: Callable[..., Any], batches: Sequence[Sequence[Any]]) -> list[Values]:
-    """Run all steps; returns the values of the first state and of each step on rank 0, and nothing on others."""
-    mesh = fs.init_mesh({"shard": -1}, device="cpu")
-    current = state(mesh)
-    rows = [_values_of_state(current)]
+def _keep_on_rank_0(run: Callable[[], Iterator[Values]]) -> list[Values]:
+    return [row for row in run() if process_rank() == 0]
+
+
+def _find_difference(
+    run: Callable[[], Iterator[Values]], expected: Sequence[Values]
+) -> tuple[int, int, dict[str, str]] | None:
+    """Run all steps, and find the first one whose values differ on this rank.
+
+    Returns:
+        Its number, this rank, and how each leaf differs, "" where it does not; None if no step differs.
+    """
+    first = None
+    # The first row is the state before all steps.
+    for number, (a, b) in enumerate(zip(expected, run(), strict=True), start=-1):
+        texts = {path: _describe_difference(a.get(path, ABSENT), b.get(path, ABSENT)) for path in a | b}
+        # Other ranks may find none, and all have to go on together.
+        if first is None and any(texts.values()):
+            first = number, process_rank(), texts
+    return first
+
+
+def _run_steps(
+    step: Callable[..., Any], state: Callable[..., Any], batches: Sequence[Sequence[Any]]
+) -> Iterator[Values]:
+    """Run all steps, and yield the values of the first state and of each step."""
+    current = state(fs.init_mesh({"shard": -1}, device="cpu"))
+    yield _copy_in_full(_Results((), (), current))
     sharded = flatten(current).sharded
     remedy = "lay them out on the mesh by fs.shard, or every rank gets all microbatches"
     expect(sharded, "assert_same_bits", "state to return Sharded leaves", "none", remedy)
@@ -120,52 +144,49 @@ def _run_steps(step: Callable[..., Any], state: Callable[..., Any], batches: Seq
         is_step_result = isinstance(out, tuple) and len(out) in (2, 3)
         expect(is_step_result, "assert_same_bits", "step to return (state, loss) or (state, loss, aux)", describe(out))
         current, loss, *aux = out
-        leaves = _values("loss", loss)
-        for tree in aux:
-            leaves |= _values("aux", tree)
-        rows.append(leaves | _values_of_state(current))
-    return [] if mesh.get_rank() else rows
+        yield _copy_in_full(_Results(loss, aux[0] if aux else (), current))
 
 
-def _values_of_state(state: Any) -> Values:
-    """Copy the leaves of a TrainState field by field, or of parameters alone."""
-    if not isinstance(state, fs.TrainState):
-        return _values("state", state)
+class _Results(NamedTuple):
+    """What a step computes, in this order."""
+
+    loss: Any
+    aux: Any
+    state: Any
+
+
+def _copy_in_full(results: _Results) -> Values:
+    """Copy all leaves, by their paths."""
     leaves: Values = {}
-    for field, tree in state._asdict().items():
-        leaves |= _values(f"state.{field}", tree)
-    return leaves
-
-
-def _values(part: str, tree: Any) -> Values:
-    """Copy the leaves of a tree in full, by their names."""
-    tree = fs.unshard(tree)
-    leaves: Values = {}
-    for path, leaf in flatten(tree).named_leaves:
-        # A tensor that stands for a whole tree has no path.
-        place = part, "" if leaf is tree else path
+    for path, leaf in flatten(fs.unshard(results)).named_leaves:
         # Tensors and arrays.
         if hasattr(leaf, "__array__"):
             tensor = torch.as_tensor(leaf).detach().cpu()
             leaf = tensor.resolve_conj().resolve_neg().clone()
-        leaves[place] = leaf
+        leaves[path.removeprefix(".")] = leaf
     return leaves
 
 
-def _report(number: int, ranks: tuple[int, int], differences: Values, leaves: Values) -> str:
+def _part_of(path: str) -> str:
+    """The part of the results that a leaf is counted in, such as "state.params"."""
+    return path.partition("[")[0]
+
+
+def _report(first_size: int, size: int, number: int, rank: int, texts: dict[str, str]) -> str:
     """Describe the first step that differs, or the state before all steps, whose number is -1."""
     place = f"step {number} (counted from 0) has"
-    first = next(iter(differences))
-    cause, remedy = _CAUSES[first[0].partition(".")[0]]
+    different = [path for path, text in texts.items() if text]
+    first = different[0]
+    cause, remedy = _CAUSES["rank" if rank else _part_of(first).partition(".")[0]]
     if number < 0:
         place = "the states to start from have"
         cause = "the function that makes the state"
         remedy = "make it of the same values, such as by model.init(strategy, seed=0)"
-    counts = Counter(part for part, _ in differences)
-    totals = Counter(part for part, _ in leaves)
+    counts = Counter(map(_part_of, different))
+    totals = Counter(map(_part_of, texts))
     lines = [
-        f"assert_same_bits: {place} other bits on {ranks[1]} ranks than on {ranks[0]}",
-        f"  {first[0]}{first[1]}: {differences[first]}",
+        f"assert_same_bits: {place} other bits on rank {rank} of {size} than on rank 0 of {first_size}",
+        f"  {first}: {texts[first]}",
         "  leaves that differ: " + ", ".join(f"{counts[part]} of {totals[part]} in {part}" for part in counts),
         f"  {cause}",
         f"To fix: {remedy}.",

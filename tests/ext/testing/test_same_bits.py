@@ -52,6 +52,17 @@ def with_an_array(state, microbatches):
     return *step(state, microbatches), array
 
 
+def with_loss_of_rank_1(state, microbatches):
+    after, loss = step(state, microbatches)
+    return after, loss + (my_rank() == 1) * (after.step == 3)
+
+
+def with_buffers(state, microbatches):
+    """A step whose buffers stay each rank's own until the last step, when rank 0 has others too."""
+    after, loss = step(state, microbatches)
+    return after._replace(buffers={"mean": torch.tensor(float(my_rank() + (after.step == 4) * loss))}), loss
+
+
 def whole_step(params, microbatches):
     return params, torch.stack(microbatches).sum()
 
@@ -60,7 +71,7 @@ DIFFERENT = {
     "sums in turn": (
         partial(step, reduction_order=None, aux=True),
         state,
-        r"assert_same_bits: step 0 \(counted from 0\) has other bits on 4 ranks than on 1\n"
+        r"assert_same_bits: step 0 \(counted from 0\) has other bits on rank 0 of 4 than on rank 0 of 1\n"
         r"  aux\['v'\]: expected \S+, got \S+ \(element \d, the first of \d of 3 that differ\)\n"
         r"  leaves that differ: \d of 2 in aux, (\d of 2 in state.params, )?\d of 5 in state.opt_state\n"
         r"  the state before and the loss are equal: the backward, the sums of gradients, or what else aux holds\n"
@@ -72,6 +83,25 @@ DIFFERENT = {
         partial(step, tx=FUSED, aux=True),
         partial(state, tx=FUSED),
         "or the update\nTo",
+    ),
+    "a loss of one rank in one step": (
+        with_loss_of_rank_1,
+        state,
+        r"^assert_same_bits: step 2 \(counted from 0\) has other bits on rank 1 of 4 than on rank 0 of 1\n"
+        r"  loss: expected \S+, got \S+ \(element 0, the first of 1 of 1 that differ\)\n"
+        r"  leaves that differ: 1 of 1 in loss\n"
+        r"  rank 0 has the bits that are expected: the step computes this of the rank, or of its part of the batch\n"
+        r"To fix: return what agrees between ranks, as after fs.objective, fs.pmean or fs.sync_buffers\.$",
+    ),
+    "buffers of each rank": (
+        with_buffers,
+        state,
+        r"step 0 .* on rank 1 of 4 .*\n  state.buffers\['mean'\]: expected 0.0",
+    ),
+    "a beginning of rank 1": (
+        step,
+        lambda mesh: state(mesh)._replace(buffers={"b": torch.tensor(my_rank())}),
+        "states to start from have other bits on rank 1 of 4 than on rank 0 of 1",
     ),
     "another beginning": (step, partial(state, of=lambda mesh: mesh.size()), "states to start from have other bits"),
     "an array": (
@@ -93,6 +123,17 @@ def test_other_bits_are_named(name):
     step, state, text = DIFFERENT[name]
     with pytest.raises(AssertionError, match=text):
         assert_same_bits(step, state, BATCHES, (1, 4))
+
+
+@pytest.mark.rows(1)
+def test_ranks_of_the_first_world_size_are_compared_too():
+    def only_there(state, microbatches):
+        return *step(state, microbatches), {"there": my_rank() * (len(microbatches) == 2)}
+
+    text = r"has other bits on rank 1 of 4 than on rank 0 of 4\n  aux\['there'\]: expected 0, got 1"
+    with pytest.raises(AssertionError, match=text):
+        assert_same_bits(only_there, state, BATCHES, (4, 2))
+    assert_same_bits(step, state, BATCHES, (2, 4))
 
 
 def test_differences_of_leaves():
