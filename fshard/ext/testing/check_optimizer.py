@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 import fshard as fs
+from fshard.ext.testing.laws import draw_normal
 from fshard.extend import describe, expect, flatten, refuse
 
 STEPS = 3
@@ -22,15 +23,15 @@ def check_optimizer(
 
     It makes three updates with random gradients, under several strategies and on each number of ranks. They must end
     where those of one rank end, as closely as torch.testing.assert_close asks. They must not change their arguments,
-    must give the same bits when they are repeated and when they are jitted, must keep the structure of the state, must
-    leave a parameter whose gradient is None as it is, and must keep all finite. The usual mistake is to take a norm or
-    a sum of this rank's part of a leaf: see `leaf_norms`.
+    must give the same bits when they are repeated and when they are jitted, must keep the structure, shapes and dtypes
+    of the state, must leave a parameter whose gradient is None as it is, and must keep all finite. The usual mistake is
+    to take a norm or a sum of this rank's part of a leaf: see `leaf_norms`.
     Call it outside of ranks.
 
     Args:
         tx: The optimizer; a transformation is followed by `sgd`.
         params: Pytree of full tensors to try it on; two or more, with sizes that no number of ranks divides, show most.
-        world_sizes: Numbers of ranks to simulate, of which one or more are above 1.
+        world_sizes: Numbers of ranks to simulate beside one rank, of which one or more are above 1.
 
     Raises:
         AssertionError: naming the law that does not hold, and every leaf for which it does not.
@@ -48,7 +49,8 @@ def check_optimizer(
     >>> fs.testing.check_optimizer(by(fs.leaf_norms), params, world_sizes=(1, 2))
     >>> fs.testing.check_optimizer(by(partial(fs.tree_map, torch.norm)), params, world_sizes=(1, 2))
     Traceback (most recent call last):
-    AssertionError: check_optimizer: 2 ranks under zero3 do not end where one rank does; take norms ...: trees differ
+    AssertionError: check_optimizer: rank 0 of 2 under zero3 does not end where one rank does; take norms ...: trees
+    ...
       ['params']['v']: expected close values, got Mismatched elements: 7 / 7 (100.0%) Greatest absolute difference: ...
       ['params']['w']: expected close values, got Mismatched elements: 15 / 15 (100.0%) Greatest absolute ...
     ...
@@ -73,7 +75,7 @@ def check_optimizer(
         return {name: _train(tx, params, gradients, name, strategy) for name, strategy in _make_strategies().items()}
 
     expected: Any = None
-    for world_size in world_sizes:
+    for world_size in dict.fromkeys((1, *world_sizes)):
         try:
             results = fs.testing.spmd(program, world_size)
         except fs.testing.RankError as error:
@@ -81,25 +83,21 @@ def check_optimizer(
             raise cause if isinstance(cause, AssertionError) else error from None
         if expected is None:
             expected = results[0]["ddp"]
-            is_finite = fs.global_norm(expected["params"]).isfinite()
-            expect(is_finite, "check_optimizer", "finite parameters", "NaN or infinity", error=AssertionError)
+            _assert_same("not all is finite", expected, fs.tree_map(torch.nan_to_num, expected))
         for name in results[0]:
-            law = f"{world_size} ranks under {name} do not end where one rank does; {_NORMS}"
-            for result in results:
+            for rank, result in enumerate(results):
+                law = f"rank {rank} of {world_size} under {name} does not end where one rank does; {_NORMS}"
                 _assert_same(law, result[name], expected, exact=False)
 
 
 def _draw_gradients(params: Any, step: int) -> Any:
     """Draw a gradient for each leaf that takes one; in the second step the first leaf gets None."""
     flat = flatten(params)
-    generator = torch.Generator().manual_seed(step)
-    gradients: list[torch.Tensor | None] = [None] * len(flat.leaves)
-    trained = [i for i, leaf in enumerate(flat.leaves) if leaf.is_floating_point() or leaf.is_complex()]
-    if step == 1:
-        trained = trained[1:]
-    for i in trained:
-        leaf = flat.leaves[i]
-        gradients[i] = torch.randn(leaf.shape, generator=generator, dtype=torch.float64).to(leaf)
+    gradients: list[torch.Tensor | None] = []
+    for i, leaf in enumerate(flat.leaves):
+        is_trained = leaf.is_floating_point() or leaf.is_complex()
+        (grad,) = draw_normal([leaf.shape], leaf.dtype, seed=STEPS * i + step)
+        gradients.append(grad if is_trained and (i, step) != (0, 1) else None)
     return flat.unflatten(gradients)
 
 
@@ -134,10 +132,8 @@ def _train(tx: fs.Optimizer, params: Any, gradients: Sequence[Any], name: str, s
 def _check_update(update: Callable[..., fs.TrainState], before: fs.TrainState, grads: Any) -> fs.TrainState:
     """Update once, and assert what holds on each rank by itself."""
     after = fs.testing.check_pure(update, before, grads)
-    if flatten(after.opt_state).treedef != flatten(before.opt_state).treedef:
-        raise AssertionError(
-            "check_optimizer: the state has another structure after an update; return a state as init makes it"
-        )
+    law = "the state has another structure, shape or dtype after an update; return a state as init makes it"
+    _assert_same(law, *(fs.tree_map(_without_values, state.opt_state) for state in (after, before)))
     law = "the same update twice has other bits; keep all state in the state"
     _assert_same(law, update(before, grads), after)
 
@@ -150,8 +146,12 @@ def _check_update(update: Callable[..., fs.TrainState], before: fs.TrainState, g
     return after
 
 
+def _without_values(leaf: Any) -> torch.Tensor:
+    return torch.zeros_like(torch.as_tensor(leaf))
+
+
 def _assert_same(law: str, actual: Any, expected: Any, exact: bool = True) -> None:
     try:
         fs.testing.assert_trees_close(actual, expected, exact=exact)
-    except AssertionError as error:
+    except (AssertionError, ValueError) as error:
         raise AssertionError(f"check_optimizer: {law}: {error}") from None

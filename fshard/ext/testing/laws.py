@@ -79,7 +79,7 @@ def check_adjoint(
     expect(have_elements, "check_adjoint", "shapes of leaves with elements, such as [(5, 3)]", f"{shapes!r:.100}")
     check_arguments("check_adjoint", FLOATING, dtype=dtype)
     check_numbers("check_adjoint", FRACTION, error=error)
-    params = fs.shard(_draw_normal(shapes, dtype, seed), transform)
+    params = fs.shard(draw_normal(shapes, dtype, seed), transform)
     products = _inner_products(transform, params, seed + 1 + process_rank())
     # Each product rounds, and each sum over ranks.
     relative = error + tolerance(dtype, terms=1 + sum(axis.size for axis in transform.axes))
@@ -102,7 +102,7 @@ def _inner_products(transform: fs.ShardTransform, params: Any, seed: int) -> Any
     specs = [leaf.spec for leaf in params]
     # Clones, because a transform that writes to its arguments would look like one with a wrong transpose.
     gathered, _ = _run(transform, "gather", specs, [leaf.local.clone() for leaf in params])
-    drawn = _draw_normal([full.shape for full in gathered], torch.float64, seed)
+    drawn = draw_normal([full.shape for full in gathered], torch.float64, seed)
     cotangents = [y.to(full.dtype) for y, full in zip(drawn, gathered, strict=True)]
     scattered, _ = _run(transform, "scatter", specs, [y.clone() for y in cotangents], _first_states(params))
     rows = []
@@ -118,7 +118,7 @@ def _run(transform: fs.ShardTransform, half: str, specs: Sequence[fs.Spec], tens
     if states:
         results, new_states = start_scatter(transform, tensors, specs, *states)()
     else:
-        results = transform.gather(tensors, specs)
+        results = transform.start_gather(tensors, specs)()
     paths = [f"[{i}]" for i, _ in enumerate(specs)]
     return check_results(transform, half, results, paths, specs, half == "gather"), new_states
 
@@ -166,9 +166,9 @@ def check_transform(
     """Try your own transform as the library will use it. Call it on every rank of the transform's mesh.
 
     A copy by pickle must be equal and have the same hash. Bit for bit, unshard must undo shard. Gather must return the
-    leaf, and scatter must be its transpose (see `check_adjoint`). Both must give the same bits each time, must not
-    write to their arguments, and must treat more leaves of the same shapes in another order, and a batch of vmap at the
-    end of a leaf's dims, as they treat single calls. New states must be like the old ones.
+    leaf, and scatter must be its transpose (see `check_adjoint`). Both must give the same bits each time and in both
+    forms, must not write to their arguments, and must treat more leaves of the same shapes in another order, and a
+    batch of vmap at the end of a leaf's dims, as they treat single calls. New states must be like the old ones.
 
     Args:
         transform: The transform, alone or in a composition; with a state or without.
@@ -198,7 +198,7 @@ def check_transform(
     split = [axis.name for axis in layout_axes(transform) if axis not in summed_axes(transform)]
     remedy = "check the rest without them"
     expect(not split, "check_transform", "leaves that gather makes whole", f"some split over {split}", remedy)
-    full = _draw_normal(shapes, dtype, seed)
+    full = draw_normal(shapes, dtype, seed)
     params = fs.shard(full, transform)
     claims = _Claims(transform, [leaf.spec for leaf in params])
     pickled = pickle.loads(pickle.dumps(transform))
@@ -217,6 +217,16 @@ def check_transform(
     refuse_on_all_ranks("check_transform: claims do not hold", claims.problems, remedy, transform.axes)
     errors = all_gather_object(max(distances), transform.axes, "check_transform")
     return TransformReport(gather_bytes, scatter_bytes, max(errors))
+
+
+class _AtOnce(fs.Wrapped):
+    """A transform in its other forms, which finish at once."""
+
+    def gather(self, *args: Any) -> Any:
+        return self.inner.gather(*args)
+
+    def scatter(self, *args: Any) -> Any:
+        return self.inner.scatter(*args)
 
 
 class _Claims:
@@ -245,7 +255,8 @@ class _Claims:
         before = fs.tree_map(torch.clone, inputs)
         with fs.comm.record() as record:
             result = run(self._specs, *inputs)
-        self.add(f"{name} twice: differing leaves", _count_differing(run(self._specs, *inputs), result))
+        again = _run(_AtOnce(self._transform), name, self._specs, *inputs)
+        self.add(f"{name} and start_{name}, or two calls: differing leaves", _count_differing(again, result))
         self.add(f"{name}'s inputs: leaves it wrote to", _count_differing(before, inputs))
         for new_states, old_states in zip(result[1:], states, strict=False):
             unlike = sum(map(operator.ne, fs.tree_map(describe, new_states), fs.tree_map(describe, old_states)))
@@ -276,7 +287,7 @@ def _count_differing(actual: Any, expected: Any) -> int:
     return len(differing_leaves(actual, expected, exact=True))
 
 
-def _draw_normal(shapes: Sequence[Sequence[int]], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+def draw_normal(shapes: Sequence[Sequence[int]], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
     """Draw normal numbers in float64, and round them to a dtype."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]

@@ -4,11 +4,13 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fshard as fs
 from fshard._compat import is_tracing
 from fshard.testing import RankError, check_optimizer
 from tests.optim.test_table import TABLE
+from tests.ranks import my_rank
 from tests.trees import normal
 
 PARAMS = {"v": normal(1)(7), "w": normal(2)(5, 3), "x": normal(3)(2, 4, dtype=torch.float32)}
@@ -39,14 +41,22 @@ def log_norm(grads, state, params):
     return grads, {"norm": sum(grad.square().sum() for grad in fs.tree_leaves(grads))}
 
 
+def with_state(first, change):
+    """A transformation that changes its state, and nothing else."""
+    return fs.GradientTransformation(
+        lambda params: {"s": first}, lambda grads, state, params: (grads, {"s": change(state["s"])})
+    )
+
+
+AS_INIT = "the state has another structure, shape or dtype after an update; return a state as init makes it"
 NORMS = "take norms and sums of whole leaves by fs.leaf_norms or fs.global_norm; tensors are this rank's parts"
-APART = f"check_optimizer: 2 ranks under {{}} do not end where one rank does; {NORMS}: trees differ\n  ['{{}}']"
+APART = f"check_optimizer: rank 0 of 2 under {{}} does not end where one rank does; {NORMS}: trees differ\n  ['{{}}']"
 WRONG = [
     (torch.optim.SGD, "expected tx to be an Optimizer or a GradientTransformation"),
     # A norm of parts, in updates and in the state.
     (transformation(lambda grad: grad / grad.norm()), APART.format("zero3", "params") + "['v']: "),
     (
-        fs.GradientTransformation(lambda params: {"norm": torch.zeros(())}, log_norm),
+        fs.GradientTransformation(lambda params: {"norm": torch.zeros((), dtype=torch.float64)}, log_norm),
         APART.format("zero3", "state") + "[0]['norm']: ",
     ),
     (
@@ -56,10 +66,26 @@ WRONG = [
     (transformation(scale_by_calls), "twice has other bits; keep all state in the state: trees differ\n  .params['v']"),
     (
         fs.GradientTransformation(lambda params: {"norm": torch.zeros(())}, lambda grads, state, params: (grads, {})),
-        "check_optimizer: the state has another structure after an update; return a state as init makes it",
+        "check_optimizer: the state has another structure, shape or dtype after an update; return a state as init "
+        "makes it: assert_trees_close: trees differ in structure\n  [0]['norm']: ",
+    ),
+    # A state that grows, one of another dtype, and one that is not finite while the parameters are.
+    (with_state(torch.zeros(1), lambda old: old.repeat(2)), f"{AS_INIT}: trees differ\n  [0]['s']: "),
+    (with_state(torch.zeros(1), torch.Tensor.double), f"{AS_INIT}: trees differ\n  [0]['s']: "),
+    (
+        with_state(torch.zeros(1), lambda old: old / 0),
+        "check_optimizer: not all is finite: trees differ\n  ['state'][0]['s']: ",
+    ),
+    # What depends on a rank, where it is whole.
+    (
+        transformation(lambda grad: grad * (1 + my_rank())),
+        "check_optimizer: rank 1 of 2 under ddp does not end where one rank does; ",
     ),
     # NaN is equal on all ranks.
-    (transformation(lambda grad: grad * torch.nan), "check_optimizer: expected finite parameters, got NaN or infinity"),
+    (
+        transformation(lambda grad: grad * torch.nan),
+        "check_optimizer: not all is finite: trees differ\n  ['params']['v']: ",
+    ),
     (optimizer(lambda param, grad: param - grad), "TypeError: unsupported operand"),
     (
         optimizer(lambda param, grad: param * 0.9 if grad is None else param - grad),
@@ -70,6 +96,12 @@ WRONG = [
         "check_optimizer: jitted, an update has other bits; compute by tensors alone: ",
     ),
 ]
+
+
+def test_ranks_are_compared_with_one_rank():
+    by_ranks = transformation(lambda grad: grad * min(2, dist.get_world_size()))
+    with pytest.raises(AssertionError, match="rank 0 of 2 under ddp does not end where one rank does"):
+        check_optimizer(by_ranks, PARAMS, world_sizes=(2, 3))
 
 
 def test_what_would_compare_nothing_is_refused():

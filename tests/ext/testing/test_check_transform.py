@@ -121,6 +121,38 @@ class RoundsByTheFirst(Around):
         return self.inner.gather(rounded, specs)
 
 
+class StartsDoubled(Around):
+    """Its two forms differ: the library calls both."""
+
+    def gather(self, leaves, specs):
+        return self.inner.gather(leaves, specs)
+
+    def start_gather(self, leaves, specs):
+        finish = self.inner.start_gather(leaves, specs)
+        return lambda: [2 * full for full in finish()]
+
+    def scatter(self, grads, specs):
+        return self.inner.scatter(grads, specs)
+
+    def start_scatter(self, grads, specs):
+        finish = self.inner.start_scatter(grads, specs)
+        return lambda: [2 * grad for grad in finish()]
+
+
+class EndsDoubled(Around):
+    def gather(self, leaves, specs):
+        return [2 * full for full in self.inner.gather(leaves, specs)]
+
+    def start_gather(self, leaves, specs):
+        return self.inner.start_gather(leaves, specs)
+
+    def scatter(self, grads, specs):
+        return [2 * grad for grad in self.inner.scatter(grads, specs)]
+
+    def start_scatter(self, grads, specs):
+        return self.inner.start_scatter(grads, specs)
+
+
 class FlattensStates(Around):
     def init(self, grad):
         return {"left": torch.zeros_like(grad)}
@@ -146,6 +178,9 @@ WRONG = {
     CountsDimsFromTheEnd: r"gather with a batch of vmap behind the dims: leaves that differ from single calls",
     ScattersBySpec: r"scatter of all leaves twice: leaves that differ from single calls: expected",
     StatesBySpec: r"scatter of all leaves twice: leaves that differ from single calls: expected",
+    StartsDoubled: r"gather of \[0\] of shape \(5, 3\): relative error: expected at most 0, got 1",
+    EndsDoubled: "gather and start_gather, or two calls: differing leaves: .*\n"
+    "  scatter and start_scatter, or two calls: differing leaves: ",
     FlattensStates: r"scatter's new states: leaves whose state has other shapes or dtypes .*, got [45]",
     DropsStates: r"scatter's new states: leaves whose state has other shapes or dtypes .*, got 6",
 }
