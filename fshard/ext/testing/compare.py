@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -91,8 +92,9 @@ def differing_leaves(
             return None
         words = "equal values" if exact else "close values"
         try:
-            # What has no values cannot be copied.
-            tensors = [torch.as_tensor(leaf).cpu() for leaf in (a, b)]
+            # What has no values cannot be copied. NumPy keeps all digits of a number of Python.
+            arrays = [np.asarray(leaf) if isinstance(leaf, float | complex) else leaf for leaf in (a, b)]
+            tensors = [torch.as_tensor(array).cpu() for array in arrays]
             torch.testing.assert_close(*tensors, rtol=rtol, atol=atol, equal_nan=True, check_dtype=exact)
         except AssertionError as error:
             first, _, rest = str(error).partition("\n\n")

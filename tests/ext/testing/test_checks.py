@@ -52,6 +52,15 @@ def test_leaves_are_compared_as_torch_does():
         assert_trees_close({"w": torch.tensor([1.0, 4.0])}, {"w": torch.ones(2)}, rtol=0, atol=0)
 
 
+def test_numbers_of_python_keep_their_digits():
+    for number in (0.1, complex(0.1, 0.3)):
+        near, tensor = number + 1e-12, torch.tensor(number, dtype=torch.complex128)
+        assert passes(number, number, exact=True)
+        assert passes(number, tensor, rtol=0, atol=0)
+        for actual, options in ((near, {"exact": True}), (near, {"rtol": 0, "atol": 1e-13}), (number + 1e-6, {})):
+            assert not passes([actual], [number], **options)
+
+
 def test_exact_values_have_the_same_bits():
     zero, nan = torch.zeros(2), torch.full((2,), torch.nan)
     halves = torch.tensor([complex(torch.nan, 0)]), torch.tensor([complex(0, torch.nan)])
