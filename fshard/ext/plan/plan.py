@@ -175,14 +175,14 @@ def fake_axes(
 def _find_coordinates(mesh: Any, rank: Any, api_name: str) -> dict[str, int]:
     """Find a rank's coordinate on each axis, the last of which varies fastest, as in a DeviceMesh."""
     expected = 'mesh to be a mapping from names of axes to whole numbers of ranks from 1, such as {"shard": 4096}'
-    is_shape = isinstance(mesh, Mapping) and len(mesh) > 0
-    is_shape = is_shape and all(isinstance(name, str) and type(size) is int and size > 0 for name, size in mesh.items())
-    expect(is_shape, api_name, expected, f"{mesh!r:.100}")
+    sizes = list(mesh.items()) if isinstance(mesh, Mapping) else []
+    are_right = [isinstance(name, str) and type(size) is int and size > 0 for name, size in sizes]
+    expect(sizes and all(are_right), api_name, expected, f"{mesh!r:.100}")
     ranks = math.prod(mesh.values())
     expected = f"rank to be a whole number from 0 to {ranks - 1} for the mesh {dict(mesh)}"
     expect(type(rank) is int and 0 <= rank < ranks, api_name, expected, f"{rank!r:.40}")
     coordinates = {}
-    for name, size in reversed(list(mesh.items())):
+    for name, size in reversed(sizes):
         rank, coordinates[name] = divmod(rank, size)
     return coordinates
 

@@ -81,9 +81,8 @@ def check_optimizer(
         except fs.testing.RankError as error:
             cause = error.__cause__
             raise cause if isinstance(cause, AssertionError) else error from None
-        if expected is None:
-            expected = results[0]["ddp"]
-            _assert_same("not all is finite", expected, fs.tree_map(torch.nan_to_num, expected))
+        expected = expected or results[0]["ddp"]
+        _assert_same("not all is finite", expected, fs.tree_map(torch.nan_to_num, expected))
         for name in results[0]:
             for rank, result in enumerate(results):
                 law = f"rank {rank} of {world_size} under {name} does not end where one rank does; {_NORMS}"

@@ -242,7 +242,7 @@ def assert_matches_ddp(
         problems = differing_leaves(actual, expected, rtol, atol, exact)
         ratios = _describe_ratios(actual, expected, before, dist.get_world_size(group)) if problems else ""
         headline = f"step {step} (counted from 0) is the first that differs from DDP: {ratios or 'trees differ'}"
-        bound = BOUND_IF_EXACT if exact else rtol
+        bound = BOUND_IF_EXACT if exact else rtol or BOUND
         find_place = partial(_find_place, train_step, loss_fn, module, state_before, batch, bound)
         refuse_on_all_ranks(headline, problems, "look at the first leaf that differs", [ranks], find_place)
         has_trained |= 0 < _flat_change(expected["params"], before).abs().max().item() < math.inf
@@ -271,7 +271,7 @@ def _find_place(
     module: nn.Module,
     state: fs.TrainState,
     batch: Any,
-    bound: float | None,
+    bound: float,
 ) -> str:
     """Say which operation of a train step is the first that differs from the module's forward and backward."""
     if any(map(is_donated, flatten(state).leaves)):
@@ -291,7 +291,7 @@ def _find_place(
         return fs.value_and_grad(loss_of)(state.params, batch)[0]
 
     try:
-        difference = fs.diff(reference_step, train_step, state, batch, bound=bound or BOUND)
+        difference = fs.diff(reference_step, train_step, state, batch, bound=bound)
     except (AttributeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         return f"\nThe operation that differs first is unknown, because a step could not be traced: {reason}"

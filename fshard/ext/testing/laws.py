@@ -102,8 +102,7 @@ def _inner_products(transform: fs.ShardTransform, params: Any, seed: int) -> Any
     specs = [leaf.spec for leaf in params]
     # Clones, because a transform that writes to its arguments would look like one with a wrong transpose.
     gathered, _ = _run(transform, "gather", specs, [leaf.local.clone() for leaf in params])
-    drawn = draw_normal([full.shape for full in gathered], torch.float64, seed)
-    cotangents = [y.to(full.dtype) for y, full in zip(drawn, gathered, strict=True)]
+    cotangents = [draw_normal([full.shape], full.dtype, seed + i)[0] for i, full in enumerate(gathered)]
     scattered, _ = _run(transform, "scatter", specs, [y.clone() for y in cotangents], _first_states(params))
     rows = []
     for leaf, full, y, grad in zip(params, gathered, cotangents, scattered, strict=True):
@@ -196,11 +195,11 @@ def check_transform(
     """
     check_adjoint(transform, shapes, dtype=dtype, seed=seed, error=error)
     split = [axis.name for axis in layout_axes(transform) if axis not in summed_axes(transform)]
-    remedy = "check the rest without them"
-    expect(not split, "check_transform", "leaves that gather makes whole", f"some split over {split}", remedy)
+    found = f"some split over {split}; check the rest without them"
+    expect(not split, "check_transform", "leaves that gather makes whole", found)
     full = draw_normal(shapes, dtype, seed)
     params = fs.shard(full, transform)
-    claims = _Claims(transform, [leaf.spec for leaf in params])
+    claims = _Claims(transform, [leaf.spec for leaf in params], problems=[])
     pickled = pickle.loads(pickle.dumps(transform))
     differs = pickled != transform or hash(pickled) != hash(transform)
     claims.add("equality of a pickled copy (use a frozen dataclass): differences", differs)
@@ -215,8 +214,8 @@ def check_transform(
         claims.add(f"gather of [{i}] of shape {tuple(leaf.shape)}: relative error", distance, error)
     remedy = "mend these in the transform, or state its error where it is lossy"
     refuse_on_all_ranks("check_transform: claims do not hold", claims.problems, remedy, transform.axes)
-    errors = all_gather_object(max(distances), transform.axes, "check_transform")
-    return TransformReport(gather_bytes, scatter_bytes, max(errors))
+    gather_error = max(all_gather_object(max(distances), transform.axes, "check_transform"))
+    return TransformReport(gather_bytes, scatter_bytes, gather_error)
 
 
 class _AtOnce(fs.Wrapped):
@@ -229,13 +228,12 @@ class _AtOnce(fs.Wrapped):
         return self.inner.scatter(*args)
 
 
-class _Claims:
+class _Claims(NamedTuple):
     """Claims about a transform; those that do not hold become problems."""
 
-    def __init__(self, transform: fs.ShardTransform, specs: list[fs.Spec]) -> None:
-        self._transform = transform
-        self._specs = specs
-        self.problems: list[Problem] = []
+    transform: fs.ShardTransform
+    specs: list[fs.Spec]
+    problems: list[Problem]
 
     def add(self, path: str, value: float, bound: float = 0.0) -> None:
         """Claim that a value is at most a bound; NaN is not."""
@@ -250,28 +248,28 @@ class _Claims:
         Returns:
             The tensors that it returned, and the bytes that it sent.
         """
-        run = partial(_run, self._transform, name)
+        run = partial(_run, self.transform, name)
         inputs = [tensors, *states]
         before = fs.tree_map(torch.clone, inputs)
         with fs.comm.record() as record:
-            result = run(self._specs, *inputs)
-        again = _run(_AtOnce(self._transform), name, self._specs, *inputs)
+            result = run(self.specs, *inputs)
+        again = _run(_AtOnce(self.transform), name, self.specs, *inputs)
         self.add(f"{name} and start_{name}, or two calls: differing leaves", _count_differing(again, result))
         self.add(f"{name}'s inputs: leaves it wrote to", _count_differing(before, inputs))
         for new_states, old_states in zip(result[1:], states, strict=False):
             unlike = sum(map(operator.ne, fs.tree_map(describe, new_states), fs.tree_map(describe, old_states)))
             self.add(f"{name}'s new states: leaves whose state has other shapes or dtypes than the old one", unlike)
         doubled = [2 * tensor for tensor in tensors]
-        result_doubled = run(self._specs, doubled, *states)
+        result_doubled = run(self.specs, doubled, *states)
         separate = [
             [*of_doubled, *of_tensors][::-1] for of_tensors, of_doubled in zip(result, result_doubled, strict=True)
         ]
-        together = run(2 * self._specs[::-1], [*doubled, *tensors][::-1], *(2 * old[::-1] for old in states))
+        together = run(2 * self.specs[::-1], [*doubled, *tensors][::-1], *(2 * old[::-1] for old in states))
         path = f"{name} of all leaves twice: leaves that differ from single calls"
         # Their sums may round in another way where matrices of one shape are multiplied together.
         self.add(path, len(differing_leaves(list(map(list, together)), separate)))
         if not fs.tree_leaves(states):
-            batched, _ = run(self._specs, _stack(tensors, doubled), *states)
+            batched, _ = run(self.specs, _stack(tensors, doubled), *states)
             path = f"{name} with a batch of vmap behind the dims: leaves that differ from single calls"
             self.add(path, _count_differing(list(batched), _stack(result[0], result_doubled[0])))
         return result[0], record.bytes_sent()

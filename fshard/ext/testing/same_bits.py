@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fshard as fs
+from fshard.ext.testing.compare import differing_leaves
 from fshard.extend import describe, expect, flatten, process_rank
 from fshard.testing import Workers, spmd
 
@@ -161,8 +162,7 @@ def _copy_in_full(results: _Results) -> Values:
     for path, leaf in flatten(fs.unshard(results)).named_leaves:
         # Tensors and arrays.
         if hasattr(leaf, "__array__"):
-            tensor = torch.as_tensor(leaf).detach().cpu()
-            leaf = tensor.resolve_conj().resolve_neg().clone()
+            leaf = torch.as_tensor(leaf).detach().cpu().clone()
         leaves[path.removeprefix(".")] = leaf
     return leaves
 
@@ -201,12 +201,5 @@ def _describe_difference(a: Any, b: Any) -> str:
         # NaN is not equal to itself, 0.0 is to -0.0, and equal sets may list their elements in other orders.
         is_equal = type(a) is type(b) is not float and a == b
         return "" if is_equal or texts[0] == texts[1] else "expected {:.100}, got {:.100}".format(*texts)
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return f"expected {a.dtype} of {tuple(a.shape)}, got {b.dtype} of {tuple(b.shape)}"
-    bytes_a, bytes_b = (leaf.reshape(-1, 1).contiguous().view(torch.uint8) for leaf in (a, b))
-    differs = (bytes_a != bytes_b).any(1)
-    if not differs.any():
-        return ""
-    position = int(differs.nonzero()[0])
-    first = f"expected {a.reshape(-1)[position].item()!r}, got {b.reshape(-1)[position].item()!r}"
-    return f"{first} (element {position}, the first of {int(differs.sum())} of {a.numel()} that differ)"
+    problems = differing_leaves(b, a, exact=True)
+    return problems[0].got if problems else ""
