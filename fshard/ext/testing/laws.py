@@ -195,8 +195,8 @@ def check_transform(
     """
     check_adjoint(transform, shapes, dtype=dtype, seed=seed, error=error)
     split = [axis.name for axis in layout_axes(transform) if axis not in summed_axes(transform)]
-    found = f"some split over {split}; check the rest without them"
-    expect(not split, "check_transform", "leaves that gather makes whole", found)
+    got = f"some split over {split}; check the rest without them"
+    expect(not split, "check_transform", "leaves that gather makes whole", got)
     full = draw_normal(shapes, dtype, seed)
     params = fs.shard(full, transform)
     claims = _Claims(transform, [leaf.spec for leaf in params], problems=[])
