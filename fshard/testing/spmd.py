@@ -326,7 +326,7 @@ class _Simulation:
         # The clock of a thread that has just ended is gone.
         with suppress(OSError):
             self.computed = self._read_clock(self.current or 0)
-        is_busy = self.computed > before + PATIENCE / 20
+        is_busy = self.computed > before + PATIENCE / 20 or self._is_runnable(self.current or 0)
         # A rank that computes for ever leaves half of the time to the others.
         if not is_busy or time.monotonic() > self.began + self.timeout / 2:
             self.current = None
@@ -339,9 +339,19 @@ class _Simulation:
         seconds = time.clock_gettime(self.clocks[rank])
         # Some kernels do not count how long it waited.
         with suppress(OSError):
-            numbers = Path(f"/proc/self/task/{self.threads[rank].native_id}/schedstat").read_text().split()
+            numbers = self._read_about_thread(rank, "schedstat").split()
             seconds += int(numbers[1]) / 1e10
         return seconds
+
+    def _is_runnable(self, rank: int) -> bool:
+        """Tell whether a rank's thread runs or waits for a processor. Its clock does not count a wait that goes on."""
+        with suppress(OSError):
+            # The only letter behind the name of the program is the state.
+            return "R" in self._read_about_thread(rank, "stat").rpartition(")")[2]
+        return False
+
+    def _read_about_thread(self, rank: int, name: str) -> str:
+        return Path(f"/proc/self/task/{self.threads[rank].native_id}/{name}").read_text()
 
     def _end_turn(self, rank: int) -> None:
         if self.current == rank:

@@ -339,6 +339,13 @@ def test_a_rank_that_waits_for_a_processor_keeps_its_turn(patience, monkeypatch)
         assert_that_a_rank_that_computes_keeps_its_turn(3, 60.0, patience)
 
 
+def test_a_rank_that_has_waited_for_a_processor_since_the_last_look_keeps_its_turn(patience, monkeypatch):
+    """The kernel counts a wait when it is over, so that nothing is counted in between."""
+    monkeypatch.setattr(Path, "read_text", lambda path: "0 0 0" if path.name == "schedstat" else "1 (a S) R 2")
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: 0.0)
+    assert_that_a_rank_that_computes_keeps_its_turn(3, 60.0, patience)
+
+
 def test_ranks_that_poll_on_a_busy_machine_go_on(monkeypatch):
     """Each time that they wake up they wait for a processor."""
     monkeypatch.setattr(Path, "read_text", lambda path: f"0 {time.monotonic_ns() // 4} 1")
