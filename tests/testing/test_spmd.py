@@ -332,23 +332,27 @@ def test_a_rank_that_computes_keeps_its_turn(world, timeout, patience):
     assert_that_a_rank_that_computes_keeps_its_turn(world, timeout, patience)
 
 
-def test_a_rank_that_waits_for_a_processor_keeps_its_turn(patience, monkeypatch):
-    """On a machine where it has hardly computed between two looks; and where the kernel counts nothing."""
-    for text in (lambda path: f"0 {time.monotonic_ns()} 1", lambda path: "0 0 0"):
-        monkeypatch.setattr(Path, "read_text", text)
-        assert_that_a_rank_that_computes_keeps_its_turn(3, 60.0, patience)
+def let_the_kernel_say(monkeypatch, computed, waited, state):
+    """Which part of the time each rank has computed, which part it has waited for a processor, and what it does now."""
+
+    def read_text(path):
+        counted = f"0 {int(waited * time.monotonic_ns())} 1"
+        return counted if path.name == "schedstat" else f"1 (R) {state} 2"
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: computed * time.monotonic())
 
 
-def test_a_rank_that_has_waited_for_a_processor_since_the_last_look_keeps_its_turn(patience, monkeypatch):
-    """The kernel counts a wait when it is over, so that nothing is counted in between."""
-    monkeypatch.setattr(Path, "read_text", lambda path: "0 0 0" if path.name == "schedstat" else "1 (a S) R 2")
-    monkeypatch.setattr(time, "clock_gettime", lambda clock: 0.0)
-    assert_that_a_rank_that_computes_keeps_its_turn(3, 60.0, patience)
+def test_a_rank_that_waits_for_a_processor_keeps_its_turn(monkeypatch):
+    """Also where the kernel counts nothing but the time that it computed; a wait is counted when it is over."""
+    for computed, waited, state in ((0, 1, "S"), (1, 0, "S"), (0, 0, "R")):
+        let_the_kernel_say(monkeypatch, computed, waited, state)
+        assert_that_a_rank_that_computes_keeps_its_turn(3, 60.0, 0.1)
 
 
 def test_ranks_that_poll_on_a_busy_machine_go_on(monkeypatch):
     """Each time that they wake up they wait for a processor."""
-    monkeypatch.setattr(Path, "read_text", lambda path: f"0 {time.monotonic_ns() // 4} 1")
+    let_the_kernel_say(monkeypatch, 0, 0.25, "S")
     barrier = threading.Barrier(4)
     assert sorted(spmd(barrier.wait, 4, timeout=8.0)) == [0, 1, 2, 3]
 
