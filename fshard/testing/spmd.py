@@ -322,11 +322,14 @@ class _Simulation:
 
     def _look_at_turn(self) -> None:
         """End the turn of a rank that waits for something, or has computed for too long."""
+        rank = self.current or 0
         before = self.computed
         # The clock of a thread that has just ended is gone.
         with suppress(OSError):
-            self.computed = self._read_clock(self.current or 0)
-        is_busy = self.computed > before + PATIENCE / 20 or self._is_runnable(self.current or 0)
+            self.computed = self._read_clock(rank)
+        # A wait for a processor that goes on is not counted yet.
+        is_runnable = "State:\tR" in self._read_about_thread(rank, "status")
+        is_busy = is_runnable or self.computed > before + PATIENCE / 20
         # A rank that computes for ever leaves half of the time to the others.
         if not is_busy or time.monotonic() > self.began + self.timeout / 2:
             self.current = None
@@ -337,21 +340,15 @@ class _Simulation:
         On a busy machine a thread that polls waits for one whenever it wakes up, but not for half of the time.
         """
         seconds = time.clock_gettime(self.clocks[rank])
-        # Some kernels do not count how long it waited.
-        with suppress(OSError):
-            numbers = self._read_about_thread(rank, "schedstat").split()
+        if numbers := self._read_about_thread(rank, "schedstat").split():
             seconds += int(numbers[1]) / 1e10
         return seconds
 
-    def _is_runnable(self, rank: int) -> bool:
-        """Tell whether a rank's thread runs or waits for a processor. Its clock does not count a wait that goes on."""
-        with suppress(OSError):
-            # The only letter behind the name of the program is the state.
-            return "R" in self._read_about_thread(rank, "stat").rpartition(")")[2]
-        return False
-
     def _read_about_thread(self, rank: int, name: str) -> str:
-        return Path(f"/proc/self/task/{self.threads[rank].native_id}/{name}").read_text()
+        """Read what the kernel says of a rank's thread; some kernels say nothing."""
+        with suppress(OSError):
+            return Path(f"/proc/self/task/{self.threads[rank].native_id}/{name}").read_text()
+        return ""
 
     def _end_turn(self, rank: int) -> None:
         if self.current == rank:

@@ -337,7 +337,7 @@ def let_the_kernel_say(monkeypatch, computed, waited, state):
 
     def read_text(path):
         counted = f"0 {int(waited * time.monotonic_ns())} 1"
-        return counted if path.name == "schedstat" else f"1 (R) {state} 2"
+        return counted if path.name == "schedstat" else f"Name:\tR\nState:\t{state}"
 
     monkeypatch.setattr(Path, "read_text", read_text)
     monkeypatch.setattr(time, "clock_gettime", lambda clock: computed * time.monotonic())
