@@ -296,7 +296,13 @@ def divide_in_place(tensors: Sequence[torch.Tensor], divisor: Any) -> None:
     has_all_parts = sum(map(torch.Tensor.numel, wholes)) == sum(map(torch.Tensor.numel, tensors))
     has_their_dtypes = {whole.dtype for whole in wholes} == {tensor.dtype for tensor in tensors}
     # An accelerator divides all of them by one kernel.
-    torch._foreach_div_(wholes if has_all_parts and has_their_dtypes else list(tensors), divisor)
+    dividends = wholes if has_all_parts and has_their_dtypes else list(tensors)
+    torch._foreach_div_(dividends, place_divisor(divisor, tensors[0]))
+
+
+def place_divisor(divisor: Any, value: torch.Tensor) -> Any:
+    """Bring a divisor to the CPU if it divides a tensor there, such as an offloaded gradient; others take both."""
+    return divisor.cpu() if value.is_cpu and isinstance(divisor, torch.Tensor) else divisor
 
 
 @outside_selective_checkpoint

@@ -287,4 +287,4 @@ def divide(value: torch.Tensor, divisor: Any) -> torch.Tensor:
     """Divide a sum by its denominator, in the dtype of the sum. Dividing by the int 1 returns the sum itself."""
     if isinstance(divisor, int) and divisor == 1:
         return value
-    return (value / divisor).to(value.dtype)
+    return (value / _compat.place_divisor(divisor, value)).to(value.dtype)

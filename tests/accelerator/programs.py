@@ -131,18 +131,19 @@ def train(device, strategy=fs.zero3, tx=None, *, jit=None, traced=None, **option
     return losses, state
 
 
-def accumulated(device):
+def accumulated(device, strategy=fs.zero3):
     """Accumulate weighted gradients of microbatches, twice."""
-    params, loss_fn = modelled(device)
+    params, loss_fn = modelled(device, strategy)
     microbatches = batches(device)
-
-    def loss_and_count(params, batch):
-        return loss_fn(params, batch, "sum"), (batch[1] >= 0).sum()
-
     for _ in range(2):
         log.take()
-        loss_and_grads = fs.accumulate(loss_and_count, reduce="weighted")(params, microbatches)
+        loss_and_grads = fs.accumulate(weighted(loss_fn), reduce="weighted")(params, microbatches)
     return loss_and_grads
+
+
+def weighted(loss_fn):
+    """Count the rows of a loss."""
+    return lambda params, batch: (loss_fn(params, batch, "sum"), (batch[1] >= 0).sum())
 
 
 def skipped(device, wrapper, **options):
@@ -222,6 +223,10 @@ def transformed(device, layout, state=False):
             options = {"transform_state": new_state[0]}
         results.append([loss, grads])
     return results
+
+
+def offloaded(device, **options):
+    return lambda mesh: fs.compose(fs.offload(device), fs.zero3(mesh, **options))
 
 
 def gathered(device):
@@ -395,9 +400,12 @@ PROGRAMS = {
     "skip_nonfinite of torch": Program(lambda device: skipped(device, fs.skip_nonfinite), tolerance=BIAS_CORRECTION),
     "skip_nonfinite of torch, fused": Program(lambda device: skipped(device, fs.skip_nonfinite, fused=True)),
     "accumulate weighted": Program(accumulated, alone=STATUS),
+    "accumulate weighted, offloaded": Program(
+        lambda device: accumulated(device, offloaded(device)), {"stream": 4, "copy_": 22}
+    ),
     # Gradients are used on the processor: one wait for each reduction.
     "offloaded": Program(
-        lambda device: transformed(device, lambda mesh: fs.compose(fs.offload(device), fs.zero3(mesh))),
+        lambda device: transformed(device, offloaded(device)),
         {"stream": 1},
         SINGLE,
     ),
