@@ -308,18 +308,18 @@ def stored(piece: torch.Tensor, spec: Spec) -> Sharded:
 
 def pin_leaf(leaf: Any) -> Any:
     """Move an offloaded shard to pinned memory if it is not there: only from there a copy runs beside what computes."""
-    if not is_sharded(leaf) or not any_on_host([leaf.spec]) or leaf.local.is_pinned():
+    if not is_sharded(leaf) or not find_copy_target([leaf.spec]) or leaf.local.is_pinned():
         return leaf
     return Sharded(leaf.local.pin_memory(), leaf.spec)
 
 
-def any_on_host(specs: Iterable[Spec]) -> bool:
-    """Whether shards of some leaf are kept on the CPU, and each gather brings them to an accelerator."""
+def find_copy_target(specs: Iterable[Spec]) -> torch.device | None:
+    """Find the accelerator that gathers copy shards to which are kept on the CPU; None if no leaf's are."""
     for spec in specs:
         storage = spec.transform and spec.transform.storage
         if storage and storage.device.type == "cpu" and storage.compute_device.type != "cpu":
-            return True
-    return False
+            return storage.compute_device
+    return None
 
 
 def mesh_device(transform: ShardTransform) -> str | None:

@@ -11,7 +11,7 @@ import torch
 
 from fshard import _compat, comm
 from fshard.errors import expect, refuse
-from fshard.shard import any_on_host, pin_leaf
+from fshard.shard import find_copy_target, pin_leaf
 from fshard.transforms import transform_state
 from fshard.transforms.state import ABSENT
 from fshard.tree import (
@@ -24,6 +24,7 @@ from fshard.tree import (
     is_tensor,
     is_trained,
     leaves_like,
+    leaves_of,
     map_leaves,
     map_nodes,
     tensor_of,
@@ -218,9 +219,12 @@ def update(
     check_same_step("update", state)
     # In a trace it is for jit to say which tensors are written in place.
     donate = donate and not _compat.is_tracing()
+    copy_target = find_copy_target(flat.specs)
     if donate and tx.update_donated is not None:
-        state = _take_over(state)
-    is_on_host = any_on_host(flat.specs)
+        if copy_target is not None:
+            # Gathers since the last gradient, as those of an evaluation, may still read what this writes to.
+            torch.accelerator.synchronize(copy_target)
+        state = _take_over(state, flat)
     axes = flat.axes
     text = f"an update of {len(flat.leaves)} leaves{_read_number(' at step ', state.step)}"
     # It holds the tensors, which an update that makes new ones lets go of.
@@ -232,7 +236,7 @@ def update(
     # Behind an error of this rank, it would not be what the others have recorded.
     comm.record_update(axes, text)
     after = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
-    after = pin_params(after) if is_on_host else after
+    after = pin_params(after) if copy_target else after
     return after if transform_state is ABSENT else after._replace(transform_state=transform_state)
 
 
@@ -363,18 +367,19 @@ def run_update(
     return new, state
 
 
-def _take_over(state: TrainState) -> TrainState:
+def _take_over(state: TrainState, flat: Flat) -> TrainState:
     """Take parameters and optimizer state away from a donated state, for the update to write to.
 
     The old leaves are invalidated before anything is written, because an update that fails halfway has changed some of
     them. Frozen ones stay: they are not written to, and their averages are they themselves.
     """
-    flat = flatten((state.params, state.opt_state))
     leaves = flat.leaves
+    begin = len(leaves_of(state.step))
+    end = len(leaves) - len(leaves_of([state.buffers, state.key, state.transform_state]))
     # A value that a transform of torch.func has wrapped ends with it.
     may_be_kept = _compat.transforms_active()
     tensors = {}
-    for n, (leaf, tensor) in enumerate(zip(leaves, flat.tensors, strict=True)):
+    for n, (leaf, tensor) in enumerate(zip(leaves[begin:end], flat.tensors[begin:end], strict=True), begin):
         is_trained_tensor = isinstance(tensor, torch.Tensor) and (leaf is tensor or not leaf.spec.frozen)
         if is_trained_tensor and not (may_be_kept and _compat.is_transformed(tensor)):
             tensors[n] = tensor
@@ -386,8 +391,8 @@ def _take_over(state: TrainState) -> TrainState:
     for n, tensor in tensors.items():
         leaf = leaves[n]
         new_leaves[n] = Sharded(tensor, leaf.spec) if is_sharded(leaf) else moved.get(id(tensor), tensor)
-    params, opt_state = flat.unflatten(new_leaves)
-    return state._replace(params=params, opt_state=opt_state)
+    taken = flat.unflatten(new_leaves)
+    return state._replace(params=taken.params, opt_state=taken.opt_state)
 
 
 def chain(*transformations: GradientTransformation | Optimizer) -> Any:

@@ -24,7 +24,7 @@ from fshard.jit.passes import fold_views_and_remove_dead_nodes, refuse_ambient_r
 from fshard.jit.signature import Signature, complete_outline, find_changes, make_aval, make_exact, make_outline
 from fshard.jit.trace import Traced, replace_abstract, trace
 from fshard.reduction_order import refuse_inductor
-from fshard.shard import any_on_host
+from fshard.shard import find_copy_target
 from fshard.tree import Axis, Exact, Flat, Sharded, attributes_of, flatten, map_nodes, tensor_of, unflatten
 from fshard.tree.checks import (
     Range,
@@ -442,7 +442,11 @@ def _refuse_changed_captures(program: Program, flat: Flat) -> None:
 def _run(program: Program, flat: Flat, tensors: list[torch.Tensor]) -> Any:
     """Run a graph. Donated arguments are emptied; the results take over their memory."""
     traced = program.traced
+    copy_target = find_copy_target(flat.specs)
     if program.overwritten_leaves:
+        if copy_target is not None:
+            # Gathers of earlier calls may still read what this writes to.
+            torch.accelerator.synchronize(copy_target)
         # Something may be written to these, which memory that others hold must not see.
         for n in compress(count(), _compat.share_memory(tensors)):
             if traced.input_leaves[n] in program.overwritten_leaves:
@@ -456,7 +460,7 @@ def _run(program: Program, flat: Flat, tensors: list[torch.Tensor]) -> Any:
         tensor if spec is None else Sharded(tensor, spec) for tensor, spec in zip(outputs, traced.specs, strict=True)
     ]
     results = unflatten(traced.treedef, leaves)
-    return map_nodes(pin_params, results, TrainState) if any_on_host(flat.specs) else results
+    return map_nodes(pin_params, results, TrainState) if copy_target else results
 
 
 _POSITIONS = Range(

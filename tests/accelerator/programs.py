@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -229,6 +230,23 @@ def offloaded(device, **options):
     return lambda mesh: fs.compose(fs.offload(device), fs.zero3(mesh, **options))
 
 
+def evaluated(device):
+    """Evaluate offloaded parameters between their gradients and updates that write over them, eager and in a graph."""
+    params, loss_fn = modelled(device, offloaded(device, bucket_bytes=0))
+    tx = fs.from_torch(torch.optim.SGD, lr=0.5)
+    state = fs.TrainState.create(params, tx)
+    eager = partial(fs.update, tx, donate=True)
+    jitted = fs.jit(lambda state, grads: fs.update(tx, state, grads), donate_argnums=0)
+    losses = []
+    for batch, update in zip(batches(device), STEPS // 2 * [eager, jitted]):
+        log.take()
+        _, grads = fs.value_and_grad(weighted(loss_fn), reduce="weighted")(state.params, batch)
+        with torch.no_grad():
+            losses.append(loss_fn(state.params, batch))
+        state = update(state, grads)
+    return losses, state
+
+
 def gathered(device):
     """Gather offloaded leaves several times: those that are split over ranks, and one that is whole."""
     strategy = fs.compose(fs.offload(device), fs.fully_shard(mesh_of(device), min_shard_elements=9))
@@ -409,6 +427,8 @@ PROGRAMS = {
         {"stream": 1},
         SINGLE,
     ),
+    # Before the update the host waits for copies that the evaluation has started.
+    "evaluated": Program(evaluated, {"stream": 5, "copy_": 5, "device": 1}),
     "gathered from the processor": Program(gathered),
     "checkpoints": Program(saved),
     # The same bits on both devices, with failures and without.
