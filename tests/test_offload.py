@@ -28,6 +28,14 @@ def pinned_storages(monkeypatch):
     return pinned
 
 
+@pytest.fixture(autouse=True)
+def waits(monkeypatch):
+    """The devices that the host has waited for."""
+    devices = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", devices.append)
+    return devices
+
+
 def offloaded():
     return fs.compose(fs.offload("meta"), fs.fully_shard(one_axis()))
 
@@ -54,7 +62,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("mode", ("eager", "donated", "jitted", "jitted and donated"))
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_parameters_are_pinned_after_updates_and_state_is_not(name, mode):
+def test_parameters_are_pinned_after_updates_and_state_is_not(name, mode, waits):
     tx = OPTIMIZERS[name]()
     state = make_state(tx)
     assert are_pinned(state.params) == [True, True]
@@ -66,11 +74,15 @@ def test_parameters_are_pinned_after_updates_and_state_is_not(name, mode):
         step = fs.jit(step, donate_argnums=0 if "donated" in mode else ())
     for _ in range(3):
         before = [leaf.data_ptr() for leaf in fs.tree_leaves(state.params)]
+        may_write = mode == "jitted and donated" or (mode == "donated" and tx.update_donated is not None)
         in_place = mode == "jitted and donated" or (mode == "donated" and name == "of torch")
         state, _ = step(state, gradients_like(state))
         assert are_pinned(state.params) == [True, True]
         assert not any(are_pinned(state.opt_state))
         assert ([leaf.data_ptr() for leaf in fs.tree_leaves(state.params)] == before) == in_place
+        # What writes there lets gathers read first that have been started before.
+        assert waits == [torch.device("meta")] * may_write
+        waits.clear()
 
 
 def test_parameters_are_pinned_after_a_restore(tmp_path):
