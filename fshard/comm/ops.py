@@ -135,6 +135,9 @@ def _start_by_backend(op: str, arguments: OperatorArguments, issued: PendingColl
         source = tensor.contiguous()
         if op in ("all_gather", "all_to_all"):
             source = source.unsqueeze(-1).view(torch.uint8)
+        elif source.is_complex():
+            # Of lists of tensors, NCCL sums real ones alone.
+            source = torch.view_as_real(source)
         sources.setdefault(source.dtype, {})[index] = source
     buffers: dict[int, torch.Tensor] = {}
     for fused in sources.values():

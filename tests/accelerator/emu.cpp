@@ -1029,7 +1029,7 @@ struct LateWork final : c10d::Work {
   bool blocks_;
 };
 
-// As NCCL's it fuses lists of tensors, and takes none of the processor's.
+// As NCCL's it fuses lists of tensors, and takes none of the processor's, nor complex ones.
 struct EmuBackend final : c10d::Backend {
   explicit EmuBackend(c10::intrusive_ptr<c10d::Backend> gloo)
       : c10d::Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), stream_(++streams) {}
@@ -1166,6 +1166,7 @@ struct EmuBackend final : c10d::Backend {
   }
   static Tensor host(const Tensor& tensor) {
     TORCH_CHECK(is_emu(tensor), "emuccl: expected a tensor on emu, found one on ", tensor.device());
+    TORCH_CHECK(!tensor.is_complex(), "emuccl: expected real numbers, found ", tensor.scalar_type());
     return device.is_late() ? for_task(tensor) : on_host(tensor);
   }
   static Tensors host(const Tensors& tensors) {
