@@ -63,11 +63,11 @@ class _Offload(BuiltIn):
         return Storage(device=torch.device("cpu"), compute_device=self.device)
 
     def gather(self, leaves: Tensors, specs: Specs) -> Tensors:
-        return [leaf.to(self.device, non_blocking=True) for leaf in leaves]
+        # A graph has no operator that waits for a stream, and may write to a leaf right behind its copy.
+        return [leaf.to(self.device, non_blocking=not _compat.is_tracing()) for leaf in leaves]
 
     def scatter(self, grads: Tensors, specs: Specs) -> Tensors:
         if self.device.type == "cpu" or _compat.is_tracing():
-            # A graph has no operator that waits for a stream: each of its copies waits.
             return [grad.to("cpu") for grad in grads]
         copies = [grad.to("cpu", non_blocking=True) for grad in grads]
         # One wait for all copies, before the CPU reads any.
@@ -79,7 +79,7 @@ def offload(device: torch.device | str | None = None) -> ShardTransform:
     """Keep parameters, and so gradients and optimizer state, in CPU memory; gather brings shards to the accelerator.
 
     Stands first in a composition: `compose(offload(), zero3(mesh))`. All gathers to a device copy on one stream, beside
-    what computes; updates run on the CPU. `shard`, `update`, `jit` (in a `TrainState` that the function returns) and
+    what computes, but those of a graph, which waits for each copy; updates run on the CPU. `shard`, `update`, `jit` (in a `TrainState` that the function returns) and
     `checkpoint.restore` leave parameters in pinned memory, from which alone copies run beside what computes: an update
     that writes in place, as of a donated state, needs no copy for that. Follows FSDP2's CPUOffloadPolicy.
 

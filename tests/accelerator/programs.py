@@ -230,21 +230,50 @@ def offloaded(device, **options):
     return lambda mesh: fs.compose(fs.offload(device), fs.zero3(mesh, **options))
 
 
-def evaluated(device):
-    """Evaluate offloaded parameters between their gradients and updates that write over them, eager and in a graph."""
+def evaluated(device, traced):
+    """Evaluate offloaded parameters between their gradients and updates that write over them.
+
+    Args:
+        device: The device.
+        traced: Jitted functions of earlier calls, which this one takes or adds to.
+    """
     params, loss_fn = modelled(device, offloaded(device, bucket_bytes=0))
     tx = fs.from_torch(torch.optim.SGD, lr=0.5)
     state = fs.TrainState.create(params, tx)
-    eager = partial(fs.update, tx, donate=True)
-    jitted = fs.jit(lambda state, grads: fs.update(tx, state, grads), donate_argnums=0)
-    losses = []
-    for batch, update in zip(batches(device), STEPS // 2 * [eager, jitted]):
-        log.take()
+
+    def step(update, state, batch):
         _, grads = fs.value_and_grad(weighted(loss_fn), reduce="weighted")(state.params, batch)
         with torch.no_grad():
-            losses.append(loss_fn(state.params, batch))
-        state = update(state, grads)
+            loss = loss_fn(state.params, batch)
+        return update(tx, state, grads), loss
+
+    def update(tx, state, grads):
+        return traced.setdefault("update", fs.jit(partial(fs.update, tx), donate_argnums=0))(state, grads)
+
+    jitted = traced.setdefault(device, fs.jit(partial(step, fs.update), donate_argnums=0))
+    steps = [jitted, jitted, partial(step, update), partial(step, partial(fs.update, donate=True))]
+    losses = []
+    for run, batch in zip(steps, batches(device), strict=True):
+        log.take()
+        state, loss = run(state, batch)
+        losses.append(loss)
     return losses, state
+
+
+def complex_leaves(device):
+    """Gather complex leaves, and reduce their gradients: of one that is split over ranks, and one that is whole."""
+    strategy = fs.zero3(mesh_of(device), min_shard_elements=9)
+    full = {f"w{size}": torch.ones(size, dtype=torch.complex128) for size in (1, 24)}
+    params = fs.shard(full, strategy)
+    x, _ = batches(device)[0]
+
+    def loss_fn(params):
+        params = fs.gather(params)
+        return (torch.fft.fft(x) * params["w24"] + params["w1"]).abs().mean()
+
+    log.take()
+    loss, grads = fs.value_and_grad(loss_fn)(params)
+    return loss, {name: torch.view_as_real(grad.local) for name, grad in grads.items()}
 
 
 def gathered(device):
@@ -417,6 +446,7 @@ PROGRAMS = {
     # torch's kernels that read the count of steps on an accelerator compute Adam's bias corrections in float32.
     "skip_nonfinite of torch": Program(lambda device: skipped(device, fs.skip_nonfinite), tolerance=BIAS_CORRECTION),
     "skip_nonfinite of torch, fused": Program(lambda device: skipped(device, fs.skip_nonfinite, fused=True)),
+    "complex leaves": Program(complex_leaves, alone=STATUS),
     "accumulate weighted": Program(accumulated, alone=STATUS),
     "accumulate weighted, offloaded": Program(
         lambda device: accumulated(device, offloaded(device)), {"stream": 4, "copy_": 22}
@@ -428,7 +458,7 @@ PROGRAMS = {
         SINGLE,
     ),
     # Before the update the host waits for copies that the evaluation has started.
-    "evaluated": Program(evaluated, {"stream": 5, "copy_": 5, "device": 1}),
+    "evaluated": Program(partial(evaluated, traced={}), {"stream": 5, "copy_": 5, "device": 1}),
     "gathered from the processor": Program(gathered),
     "checkpoints": Program(saved),
     # The same bits on both devices, with failures and without.
