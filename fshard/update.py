@@ -221,7 +221,7 @@ def update(
     donate = donate and not _compat.is_tracing()
     copy_target = find_copy_target(flat.specs)
     if donate and tx.update_donated is not None:
-        if copy_target is not None:
+        if copy_target:
             # Gathers since the last gradient, as those of an evaluation, may still read what this writes to.
             torch.accelerator.synchronize(copy_target)
         state = _take_over(state, flat)

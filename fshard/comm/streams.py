@@ -19,7 +19,7 @@ def copy_stream(device: torch.device) -> torch.Stream | None:
     """Find the stream on which copies run beside what computes: one for each device; None as for `current_stream`."""
     current = current_stream(device)
     # The device of a stream has an index, by which streams are kept.
-    return None if current is None else _make_stream(current.device)
+    return current and _make_stream(current.device)
 
 
 _make_stream = cache(torch.Stream)

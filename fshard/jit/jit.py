@@ -444,7 +444,7 @@ def _run(program: Program, flat: Flat, tensors: list[torch.Tensor]) -> Any:
     traced = program.traced
     copy_target = find_copy_target(flat.specs)
     if program.overwritten_leaves:
-        if copy_target is not None:
+        if copy_target:
             # Gathers of earlier calls may still read what this writes to.
             torch.accelerator.synchronize(copy_target)
         # Something may be written to these, which memory that others hold must not see.

@@ -72,17 +72,17 @@ class _Composed(Container):
         storage = self.storage
         stream = comm.copy_stream(storage.compute_device) if storage else None
         sender = self._sender
-        with nullcontext() if stream is None else stream:
+        with stream or nullcontext():
             for stage in self.stages[:sender]:
                 leaves = check_number(stage, "gather", stage.gather(leaves, specs), specs)
             finish_sender = self.stages[sender].start_gather(leaves, specs)
         # The stream goes on with other gathers, which nobody is to wait for here.
-        started = None if stream is None else stream.record_event()
+        started = stream and stream.record_event()
 
         def finish() -> Tensors:
-            if started is not None:
+            if started:
                 # Before the rows are read.
-                started.wait(torch.accelerator.current_stream(started.device))
+                started.wait()
             gathered = check_number(self.stages[sender], "gather", finish_sender(), specs)
             comm.keep_for_current(gathered, stream)
             for stage in self.stages[sender + 1 :]:

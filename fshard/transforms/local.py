@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from fshard import _compat
+from fshard.comm.streams import current_stream
 from fshard.errors import expect
 from fshard.transforms.base import BuiltIn, ShardTransform, Specs, Storage, Tensors
 from fshard.tree.checks import FLOATING, check_arguments, describe
@@ -64,14 +65,15 @@ class _Offload(BuiltIn):
 
     def gather(self, leaves: Tensors, specs: Specs) -> Tensors:
         # A graph has no operator that waits for a stream, and may write to a leaf right behind its copy.
-        return [leaf.to(self.device, non_blocking=not _compat.is_tracing()) for leaf in leaves]
+        may_run_late = current_stream(self.device) is not None
+        return [leaf.to(self.device, non_blocking=may_run_late) for leaf in leaves]
 
     def scatter(self, grads: Tensors, specs: Specs) -> Tensors:
-        if self.device.type == "cpu" or _compat.is_tracing():
-            return [grad.to("cpu") for grad in grads]
-        copies = [grad.to("cpu", non_blocking=True) for grad in grads]
-        # One wait for all copies, before the CPU reads any.
-        torch.accelerator.current_stream(self.device).synchronize()
+        stream = current_stream(self.device)
+        copies = [grad.to("cpu", non_blocking=stream is not None) for grad in grads]
+        if stream:
+            # One wait for all copies, before the CPU reads any.
+            stream.synchronize()
         return copies
 
 
@@ -79,9 +81,10 @@ def offload(device: torch.device | str | None = None) -> ShardTransform:
     """Keep parameters, and so gradients and optimizer state, in CPU memory; gather brings shards to the accelerator.
 
     Stands first in a composition: `compose(offload(), zero3(mesh))`. All gathers to a device copy on one stream, beside
-    what computes, but those of a graph, which waits for each copy; updates run on the CPU. `shard`, `update`, `jit` (in a `TrainState` that the function returns) and
-    `checkpoint.restore` leave parameters in pinned memory, from which alone copies run beside what computes: an update
-    that writes in place, as of a donated state, needs no copy for that. Follows FSDP2's CPUOffloadPolicy.
+    what computes, but those of a graph, which waits for each copy; updates run on the CPU. `shard`, `update`, `jit` (in
+    a `TrainState` that the function returns) and `checkpoint.restore` leave parameters in pinned memory, from which
+    alone copies run beside what computes: an update that writes in place, as of a donated state, needs no copy for
+    that. Follows FSDP2's CPUOffloadPolicy.
 
     Args:
         device: Where leaves are computed with; None takes the accelerator that there is.
