@@ -64,7 +64,8 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
         shape: Size of each named axis, outermost first; one of them may be -1 for "the rest of the ranks".
         device: "cpu" or the type of an accelerator, such as "cuda" or "xpu"; by default the one that torch finds,
             where torch.distributed has a backend of its own for it, else "cpu". Leaves are sharded to devices of this
-            type. Where torchrun starts more ranks than a host has devices, ranks share them, with a warning.
+            type. A rank whose program has not chosen another device than the first gets the one of its LOCAL_RANK.
+            Where torchrun starts more ranks than a host has devices, ranks share them, with a warning.
         timeout: Seconds that a rank waits for another in every process group of the mesh, longer than ranks may be
             apart. Where torch.distributed runs already with another timeout, the mesh gets groups of its own.
 
@@ -93,7 +94,7 @@ def init_mesh(shape: Mapping[str, int], device: str | None = None, *, timeout: f
             with _meet(limit) as meeting:
                 _agree(_Request(str(error)), meeting)
         raise
-    if device != "cpu" and not (dist.is_initialized() and torch.get_device_module(device).is_initialized()):
+    if device != "cpu" and torch.accelerator.current_device_index() == 0:
         torch.accelerator.set_device_index(_read_number("LOCAL_RANK", 0) % torch.accelerator.device_count())
     asked = f"{dict(zip(shape, sizes, strict=True))} on {device!r}, timeout {limit.total_seconds():g}"
     ranks = torch.arange(math.prod(sizes), device="cpu").reshape(sizes)

@@ -392,3 +392,21 @@ def test_a_mesh_lets_the_processs_allocator_keep_the_memory_of_a_step():
     without, kept = map(int, process.output.split())
     # However large pages are.
     assert 10 * kept < without
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [(0, 3), (1, 1)])
+def test_a_rank_computes_on_the_device_of_its_local_rank_or_another_that_its_program_has_chosen(
+    monkeypatch, chosen, expected
+):
+    # Before there seems to be an accelerator, so that the process group is one of processors. The module of this type
+    # does not tell whether it is initialized.
+    fs.init_mesh({"shard": 1}, device="cpu")
+    index = [chosen]
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: index[-1])
+    monkeypatch.setattr(torch.accelerator, "set_device_index", index.append)
+    for _ in range(2):
+        assert fs.init_mesh({"shard": 1}, device="mps").device_type == "mps"
+        assert index[-1] == expected
