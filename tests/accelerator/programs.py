@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import TestCase
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -40,6 +40,9 @@ EXACT = tolerance(torch.float64, BATCH + WIDTH, scale=10, steps=STEPS)
 SINGLE = tolerance(torch.float32, BATCH + WIDTH)
 # Of the first bias correction of Adam in float32, 1 - 0.999, four digits are left. An update divides by its root.
 BIAS_CORRECTION = tolerance(torch.float32, terms=1, scale=1 / (1 - 0.999))
+
+# Stages of benchmarks/quarter_hour.py run where there may be no pytest.
+raises = TestCase().assertRaisesRegex
 
 # `take` returns the log of the device, once there is one.
 log = SimpleNamespace(take=list)
@@ -180,7 +183,7 @@ def placed(device):
     whole = fs.shard({"w": torch.ones(4, 2)}, fs.ddp(mesh))
     assert_on(device, [whole, fs.reshard(whole, fs.zero3(mesh))])
     if device != "cpu":
-        with pytest.raises(ValueError, match=f"expected a tensor on the CPU, as the mesh is, got one on {device}"):
+        with raises(ValueError, f"expected a tensor on the CPU, as the mesh is, got one on {device}"):
             fs.shard({"w": torch.ones(2, device=device)}, fs.zero3(mesh_of("cpu")))
     log.take()
     return outputs
@@ -329,7 +332,7 @@ def recovered(device):
         for number, batch in enumerate(batches(device)):
             if number in failures:
                 fs.checkpoint.save(f"{folder[0]}/{number}", state)
-                with pytest.raises((ArithmeticError, fs.comm.CollectiveError), match="bad sample 17"):
+                with raises((ArithmeticError, fs.comm.CollectiveError), "bad sample 17"):
                     step(state, batch, fails=True)
                 mesh_of(device)
             if failures and number == failures[0]:

@@ -62,6 +62,13 @@ def test_the_parent_imports_nothing_that_could_touch_a_device():
     subprocess.run([sys.executable, "-c", program], cwd=SCRIPT.parent, check=True)
 
 
+@pytest.mark.slow
+def test_stages_need_nothing_that_tests_install():
+    program = "import sys; sys.modules['pytest'] = None; import stages.ranks; from tests.accelerator import programs"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", program], cwd=SCRIPT.parent, env=environment, check=True)
+
+
 def test_stages_that_do_not_fit_or_lack_something_are_left_out_by_name(quarter_hour, args):
     seconds = quarter_hour.STAGES["loop"].seconds
     assert quarter_hour.reason_to_leave_out("loop", args, seconds / 2) == ""
