@@ -317,7 +317,9 @@ def find_copy_target(specs: Iterable[Spec]) -> torch.device | None:
     """Find the accelerator that gathers copy shards to which are kept on the CPU; None if no leaf's are."""
     for spec in specs:
         storage = spec.transform and spec.transform.storage
-        if storage and storage.device.type == "cpu" and storage.compute_device.type != "cpu":
+        if not storage or storage.device.type != "cpu":
+            continue
+        if storage.compute_device.type != "cpu":
             return storage.compute_device
     return None
 
