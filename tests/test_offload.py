@@ -5,8 +5,11 @@ Processors have no pinned memory: here it is what `pin_memory` has returned. The
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fshard as fs
+from fshard._compat import divide_in_place
+from fshard.collectives import divide
 from tests.trees import one_axis
 
 SHAPES = {"w": (6, 2), "b": (5,)}
@@ -94,3 +97,20 @@ def test_parameters_are_pinned_after_a_restore(tmp_path):
     assert not any(are_pinned(restored.opt_state))
     blank = fs.tree_map(lambda leaf: leaf.to("meta"), state)
     assert are_pinned(fs.checkpoint.restore(tmp_path, blank).params) == [True, True]
+
+
+def test_copies_of_a_graph_end_before_the_next_operator():
+    """The next one may write to the leaf, and a graph has no wait in between."""
+    state = make_state(fs.sgd(0.1))
+    graph = fs.make_graph(lambda params: fs.gather(params)["w"] * 2)(state.params).module.graph
+    copies = [node.kwargs for node in graph.nodes if "device" in node.kwargs]
+    assert len(copies) == 1
+    assert not copies[0].get("non_blocking", False)
+
+
+def test_a_count_on_the_accelerator_divides_gradients_on_the_cpu():
+    with FakeTensorMode():
+        gradient = torch.ones(2)
+        count = torch.tensor(2.0, device="cuda")
+        assert divide(gradient, count).is_cpu
+        divide_in_place([gradient], count)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard import comm
+from fshard import _compat, comm
 from fshard.comm import Label, Verb, collective, ops
 from fshard.comm.collective import EXCHANGE_BYTES, PACK_BYTES
 from fshard.comm.events import MAX_UNIT_CHARACTERS, decode_label, encode_label
@@ -262,3 +262,23 @@ def test_records(algorithm, packed):
     # The innermost purpose.
     labels = ["gather | inner | ['w']", "whole | own", "sums | outer | ['v']", "sums"]
     assert [str(entry.about) for entry in purposes] == labels
+
+
+@on_ranks("2 processes")
+def test_a_backend_sums_complex_tensors_as_real_ones():
+    """Lists of complex ones NCCL does not sum. A lazy conjugate has no real view."""
+    x = torch.complex(torch.ones(4), torch.arange(4.0))
+    dtypes = []
+
+    def start(op, tensors, *others):
+        dtypes.extend(tensor.dtype for tensor in tensors)
+        return start_by_backend(op, tensors, *others)
+
+    start_by_backend = _compat.start_by_backend
+    with pytest.MonkeyPatch.context() as patch, sent_by("by the backend"):
+        patch.setattr(_compat, "start_by_backend", start)
+        total = fs.psum(x.conj(), axis())
+        rows = fs.reduce_scatter(x.conj(), axis())
+    assert dtypes == [torch.float32] * 2
+    assert total.equal(2 * x.conj())
+    assert rows.equal(2 * x.conj().chunk(2)[fs.axis_index(axis())])
