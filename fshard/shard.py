@@ -281,7 +281,10 @@ def without_padding(leaf: Sharded) -> torch.Tensor:
 
 def _split_over(flat: Flat) -> tuple[Axis, ...]:
     """List the axes that leaves are put together over."""
-    return tuple(dict.fromkeys(axis for spec in flat.specs for axis in spec.partition_axes()))
+    axes: dict[Axis, None] = {}
+    for spec in flat.specs:
+        axes |= dict.fromkeys(spec.partition_axes())
+    return tuple(axes)
 
 
 def unsharded(leaves: Sequence[Any]) -> list[torch.Tensor]:
@@ -338,8 +341,10 @@ def _lay_out_mean(spec: Spec, parameter: Spec | None) -> Spec | None:
     """
     if parameter is None or spec.shape == parameter.shape:
         return None
-    sizes = zip(spec.shape, parameter.shape, strict=False)
-    mean_dims = [dim for dim, (size, parameter_size) in enumerate(sizes) if size != parameter_size]
+    mean_dims = []
+    for dim, (size, parameter_size) in enumerate(zip(spec.shape, parameter.shape, strict=False)):
+        if size != parameter_size:
+            mean_dims.append(dim)
     mean = parameter.reduced(mean_dims)
     return mean if mean.shape == spec.shape else None
 
