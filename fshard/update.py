@@ -362,7 +362,7 @@ def run_update(
     flat, old = flatten(new), flatten(before)
     same_structure(f"{api_name}: {name} that {argument}.update returned", flat, old, remedy)
     # Without its spec, a whole leaf would be one of this rank alone. No line of Python runs for each of thousands.
-    if list(map(type, flat.leaves)) != list(map(type, old.leaves)):
+    if list(map(is_sharded, flat.leaves)) != list(map(is_sharded, old.leaves)):
         check_same_shards(old, flat.leaves)
     return new, state
 

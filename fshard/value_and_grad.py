@@ -16,6 +16,7 @@ from fshard.collectives import (
     annotate_dtype,
     check_agrees,
     check_not_reduced,
+    collectives_of,
     denominator,
     describe_reduce_over,
     divide,
@@ -199,8 +200,9 @@ class _Differentiation:
         check_floating(api_name, self.flat)
         self.axes = reduction_axes(self.flat, api_name, options.reduce_over)
         self.shared_axes = shared_axes(self.flat, self.axes)
-        # Ranks that compute a loss together over an axis train one model, also where no leaf is placed on the axis.
-        self.loss_axes = dict.fromkeys(self.flat.axes)
+        # Ranks that compute a loss together over an axis train one model, also where no leaf is placed on the axis. If
+        # the function communicates over others, as for a metric, the loss may still be each rank's own.
+        self.is_common_over = dict.fromkeys(self.flat.axes, True)
         check_differentiable(api_name)
         self.states = states_of(api_name, self.flat, options.transform_state)
         self.sums = self.order.begin_sums(api_name, self.axes, len(functions))
@@ -228,8 +230,9 @@ class _Differentiation:
                 "Compute it with model.apply(params, ...) or fs.gather(params), and without no_grad or detach.",
                 stacklevel=2,
             )
-        unreduced_axes = [axis for axis in self.loss_axes if axis.size > 1 and axis not in self.axes]
-        check_agrees(objective, unreduced_axes, self.options.api_name)
+        for axis, is_common in self.is_common_over.items():
+            if axis.size > 1 and axis not in self.axes:
+                check_agrees(objective, axis, self.options.api_name, is_common=is_common)
         grads = flat.unflatten(by_leaf)
         if self.options.transform_state is ABSENT:
             return objective, auxes, grads
@@ -250,9 +253,6 @@ class _Differentiation:
         options = self.options
         reductions_before = REDUCTIONS.get()
         result = function(self.flat.unflatten(leaves))
-        tape = TAPE.get()
-        if tape is not None:
-            self.loss_axes |= tape.axes
         loss, aux = result, None
         if options.has_aux:
             if not isinstance(result, tuple) or len(result) != 2:
@@ -265,6 +265,10 @@ class _Differentiation:
         value, count = loss if options.reduce == "weighted" else (loss, None)
         if REDUCTIONS.get() > reductions_before:
             check_not_reduced(value, self.axes, options.api_name)
+        tape = TAPE.get()
+        for axis in tape.axes if tape else ():
+            if not self.is_common_over.get(axis):
+                self.is_common_over[axis] = bool(collectives_of(value, axis))
         return _Loss(value, count, aux)
 
     def _divisor(self, counts: Sequence[Any]) -> Any:

@@ -143,5 +143,12 @@ def test_a_loss_that_ranks_compute_together_over_an_axis_without_leaves():
         return factor * fs.ppermute(fs.gather(params)["w"].square().sum(), axis, [(0, 1), (1, 0)])
 
     assert_refused(of_others, params, "value_and_grad: the loss differs between ranks of 'replicate' ([")
-    # Replicas that train apart may look at each other.
-    fs.value_and_grad(lambda p: factor * fs.gather(p)["w"].square().sum() + fs.pmean(torch.ones(()), axis))(params)
+
+    def of_this_replica(params):
+        """Replicas that train apart may look at each other, also at losses that have a gradient."""
+        loss = factor * fs.gather(params)["w"].square().sum() + fs.pmean(torch.ones(()), axis)
+        return loss, fs.pmean(loss, axis)
+
+    (loss, mean), _ = fs.value_and_grad(of_this_replica, has_aux=True)(params)
+    expected = (loss - 1) / factor * 1.5 + 1
+    assert_trees_close(mean, expected, **within(expected, terms=24))

@@ -43,6 +43,7 @@ from fshard.collectives.varying import (
     Typed,
     check_agrees,
     check_not_reduced,
+    collectives_of,
     find_misfits,
     refuse_mixed,
     refuse_unsummed,

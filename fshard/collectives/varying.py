@@ -272,6 +272,12 @@ def walk_graph(starts: Iterable[T], behind: Callable[[T], Iterable[T]]) -> Itera
                 places.append(other)
 
 
+def collectives_of(loss: torch.Tensor, axis: Axis) -> set[str]:
+    """Name the collectives over an axis that a loss depends on."""
+    variances = map(variance_of, _reach([loss], axis))
+    return {variance.name for variance in variances if axis in variance.axes}
+
+
 def check_not_reduced(loss: torch.Tensor, axes: Sequence[Axis], api_name: str) -> None:
     """Refuse a local loss that agrees between ranks, or has a part that does: its gradients would be too small.
 
@@ -280,8 +286,7 @@ def check_not_reduced(loss: torch.Tensor, axes: Sequence[Axis], api_name: str) -
     for axis in axes:
         if axis.size == 1:
             continue
-        variances = map(variance_of, _reach([loss], axis))
-        names = {variance.name for variance in variances if axis in variance.axes}
+        names = collectives_of(loss, axis)
         for name, remedy in AGREEING.items():
             if name in names:
                 raise ValueError(
@@ -290,14 +295,15 @@ def check_not_reduced(loss: torch.Tensor, axes: Sequence[Axis], api_name: str) -
                 )
 
 
-def check_agrees(value: torch.Tensor, axes: Sequence[Axis], api_name: str) -> None:
+def check_agrees(value: torch.Tensor, axis: Axis, api_name: str, *, is_common: bool) -> None:
     """Refuse an objective that differs between ranks of an axis that it should have been reduced over.
 
     Args:
         value: The objective.
-        axes: Those of several ranks that leaves are placed on, or the loss communicates over, and nothing is reduced
+        axis: One of several ranks that leaves are placed on, or the function communicates over, and nothing is reduced
             over.
         api_name: The verb that asks, for its error.
+        is_common: Whether this rank computes its loss with the others. If one does not, nothing is refused.
 
     Raises:
         ValueError: on every rank, with the values of all.
@@ -305,13 +311,12 @@ def check_agrees(value: torch.Tensor, axes: Sequence[Axis], api_name: str) -> No
     if _compat.is_transformed(value) or _compat.is_tracing():
         # Its value is not known.
         return
-    for axis in axes:
-        (rows,) = comm.all_gather([value.detach()], axis, comm.Verb.AGREE)
-        tolerance = half_the_digits(value.dtype) * rows.abs().amax()
-        # NaN agrees with any loss.
-        if (rows - rows[0]).abs().amax() > tolerance:
-            raise ValueError(
-                f"{api_name}: the loss differs between ranks of {axis.name!r} ({rows.tolist()}), and it is not reduced "
-                "over that axis. Sum partial results with fs.psum_invariant, or add the axis to reduce_over if its "
-                "ranks have different batches."
-            )
+    # NaN agrees with any loss.
+    (rows,) = comm.all_gather([value.detach() if is_common else value.detach() * torch.nan], axis, comm.Verb.AGREE)
+    tolerance = half_the_digits(value.dtype) * rows.abs().amax()
+    if (rows - rows[0]).abs().amax() > tolerance:
+        raise ValueError(
+            f"{api_name}: the loss differs between ranks of {axis.name!r} ({rows.tolist()}), and it is not reduced "
+            "over that axis. Sum partial results with fs.psum_invariant, or add the axis to reduce_over if its "
+            "ranks have different batches."
+        )

@@ -9,7 +9,7 @@ from torch import optim
 import fshard as fs
 from tests.bad_input import text_of
 from tests.ranks import on_ranks
-from tests.trees import one_axis
+from tests.trees import assert_same_bits, one_axis
 
 W, SGD = {"w": torch.ones(2)}, fs.sgd(0.1)
 PARAMS = {"a": torch.ones(2), "b": torch.ones(2)}
@@ -232,6 +232,15 @@ def test_plain_tensors_in_the_place_of_sharded_leaves():
             "  ['a']: expected a shard of shape (2,), split by P(), got a tensor of shape (2,)",
         ]
         assert lines[-1].endswith("map them by fs.tree_map.")
+
+
+def test_an_update_may_return_another_kind_of_number_or_tensor():
+    """Ranks take both for the same, and a part of a chain may return gradients of another shape."""
+    params = {"number": 2.0, "w": torch.nn.Parameter(torch.ones(2, 2))}
+    new = {"number": torch.tensor(3.0), "w": torch.ones(2)}
+    tx = fs.Optimizer(lambda params: (), lambda grads, state, params: (new, state))
+    updated = fs.update(tx, fs.TrainState.create(params, tx), dict.fromkeys(params)).params
+    assert_same_bits(updated, new)
 
 
 def test_the_state_of_another_optimizer_is_named():
