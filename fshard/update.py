@@ -349,9 +349,9 @@ def run_update(
     """
     name, before = ("params", params) if isinstance(tx, Optimizer) else ("grads", grads)
     remedy = f"return ({name}, state), the new {name} first"
-    step = getattr(tx, "update_donated", None) if donate else None
+    step = (donate and getattr(tx, "update_donated", None)) or tx.update
     try:
-        pair = (step or tx.update)(grads, state, params)
+        pair = step(grads, state, params)
     except AttributeError as error:
         if error.obj is state:
             error.add_note(f"To fix: pass the state that {argument}.init made, not {describe(state)}.")

@@ -214,9 +214,10 @@ class _Differentiation:
             The objective, each function's aux, the gradients, and the new state where one was passed.
         """
         flat = self.flat
+        options = self.options
         observe = OBSERVED.get()
         if observe is not None:
-            observe(self.functions, flat, self.axes, self.options)
+            observe(self.functions, flat, self.axes, options)
         tensors = [tensor for tensor in flat.tensors if tensor is not None]
         # The result has to be differentiable itself, or there is nothing to gather.
         if is_differentiated(tensors) or not flat.specs:
@@ -226,15 +227,15 @@ class _Differentiation:
         if not any(gradient is not None for gradient in by_leaf) and any(map(is_trained, flat.leaves)):
             # Torch's own backward refuses such a loss. Here it may be that no rank has any items.
             warnings.warn(
-                f"{self.options.api_name}: the loss of no rank depends on the parameters, so there are no gradients. "
+                f"{options.api_name}: the loss of no rank depends on the parameters, so there are no gradients. "
                 "Compute it with model.apply(params, ...) or fs.gather(params), and without no_grad or detach.",
                 stacklevel=2,
             )
         for axis, is_common in self.is_common_over.items():
             if axis.size > 1 and axis not in self.axes:
-                check_agrees(objective, axis, self.options.api_name, is_common=is_common)
+                check_agrees(objective, axis, options.api_name, is_common=is_common)
         grads = flat.unflatten(by_leaf)
-        if self.options.transform_state is ABSENT:
+        if options.transform_state is ABSENT:
             return objective, auxes, grads
         return objective, auxes, grads, join_states(flat, self.states)
 
@@ -313,7 +314,7 @@ class _Differentiation:
             self.sums.add_gradients(call.trained, last=is_last)
             # The graph of a microbatch goes before the forward of the next one.
             del value
-        values, counts, auxes = map(list, zip(*losses, strict=True))
+        values, counts, auxes = zip(*losses, strict=True)
         remaining_divisor = 1 if is_single else self._divisor(counts)
         paths = [leaf.path for leaf in call.trained]
         used_here = [leaf.used for leaf in call.trained]
@@ -443,7 +444,7 @@ def accumulate(
         chosen = order.choose_communication("accumulate", params, communicate)
         differentiation = _Differentiation(options._replace(communicate=chosen), functions, params)
         value, auxes, grads, *state = differentiation.run()
-        objective = (value, auxes) if has_aux else value
+        objective = (value, list(auxes)) if has_aux else value
         return objective, grads, *state
 
     return comm.call(run, "accumulate")

@@ -408,3 +408,9 @@ def test_bad_arguments_are_refused():
     ):
         with pytest.raises(ValueError, match=re.escape(text)):
             fs.accumulate(lambda p, _: p.sum(), **options)(torch.ones(2), batches)
+
+
+def test_auxes_of_plain_parameters_are_a_list_too():
+    f = fs.accumulate(lambda params, number: (params["w"] * number, number), has_aux=True)
+    (_, auxes), _ = f({"w": torch.ones(())}, [torch.tensor(1.0), torch.tensor(3.0)])
+    assert auxes == [1.0, 3.0]

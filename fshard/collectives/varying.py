@@ -312,7 +312,7 @@ def check_agrees(value: torch.Tensor, axis: Axis, api_name: str, *, is_common: b
         # Its value is not known.
         return
     # NaN agrees with any loss.
-    (rows,) = comm.all_gather([value.detach() if is_common else value.detach() * torch.nan], axis, comm.Verb.AGREE)
+    (rows,) = comm.all_gather([value.detach() * (1 if is_common else torch.nan)], axis, comm.Verb.AGREE)
     tolerance = half_the_digits(value.dtype) * rows.abs().amax()
     if (rows - rows[0]).abs().amax() > tolerance:
         raise ValueError(

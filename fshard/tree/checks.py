@@ -352,12 +352,11 @@ def check_dense(api_name: str, paths: Sequence[str], grads: Sequence[torch.Tenso
     for path, grad in zip(paths, grads, strict=True):
         if grad is not None and grad.layout is not torch.strided:
             problems.append(Problem(path, f"one of layout {grad.layout}", "a dense gradient"))
-    if problems:
-        remedy = (
-            "pass sparse=False to nn.Embedding, nn.EmbeddingBag and their functions, sparse_grad=False to "
-            "torch.gather, or call grad.to_dense()"
-        )
-        refuse(f"{api_name}: gradients are sparse", problems, remedy)
+    remedy = (
+        "pass sparse=False to nn.Embedding, nn.EmbeddingBag and their functions, sparse_grad=False to torch.gather, or "
+        "call grad.to_dense()"
+    )
+    refuse(f"{api_name}: gradients are sparse", problems, remedy)
 
 
 def check_axes(api_name: str, flat: Flat) -> None:

@@ -138,11 +138,8 @@ _set_spec: Callable[[Sharded, Spec], None] = vars(Sharded)["spec"].__set__
 
 def _find_coordinates(spec: Spec) -> dict[str, int]:
     """Find this rank's coordinates on the axes that split a leaf and that this process has, by name."""
-    coordinates = {}
-    for axis in spec.partition_axes():
-        if _compat.group_size(axis.group_name) == axis.size:
-            coordinates[axis.name] = _compat.resolve_process_group(axis.group_name).rank()
-    return coordinates
+    axes = [axis for axis in spec.partition_axes() if _compat.group_size(axis.group_name) == axis.size]
+    return {axis.name: _compat.resolve_process_group(axis.group_name).rank() for axis in axes}
 
 
 def _unpickle(local: torch.Tensor, spec: Spec, coordinates: dict[str, int]) -> Sharded:
