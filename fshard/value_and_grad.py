@@ -173,6 +173,8 @@ class _Differentiation:
         flat: The leaves of the parameters.
         axes: The axes that the objective is reduced over.
         shared_axes: Those, and the axes over which leaves are gathered or their gradients summed.
+        is_common_over: For each axis that leaves are placed on, or a function communicates over, whether this rank's
+            loss is computed together with those of its other ranks.
         states: For each leaf the state of its transform; at first from the previous step, later from this one.
         order: The order in which gradients, losses and counts are added up.
         sums: Their sums over microbatches and ranks.
