@@ -24,8 +24,8 @@ def check_optimizer(
     It makes three updates with random gradients, under several strategies and on each number of ranks. They must end
     where those of one rank end, as closely as torch.testing.assert_close asks. They must not change their arguments,
     must give the same bits when they are repeated and when they are jitted, must keep the structure, shapes and dtypes
-    of the state, must leave a parameter whose gradient is None as it is, and must keep all finite. The usual mistake is
-    to take a norm or a sum of this rank's part of a leaf: see `leaf_norms`.
+    of the state, must leave a parameter whose gradient is None as it is, must keep parameters finite, and must make no
+    NaN in the state. The usual mistake is to take a norm or a sum of this rank's part of a leaf: see `leaf_norms`.
     Call it outside of ranks.
 
     Args:
@@ -82,7 +82,7 @@ def check_optimizer(
             cause = error.__cause__
             raise cause if isinstance(cause, AssertionError) else error from None
         expected = expected or results[0]["ddp"]
-        _assert_same("not all is finite", expected, fs.tree_map(torch.nan_to_num, expected))
+        _assert_same("not all is finite", expected["params"], fs.tree_map(torch.nan_to_num, expected["params"]))
         for name in results[0]:
             for rank, result in enumerate(results):
                 law = f"rank {rank} of {world_size} under {name} does not end where one rank does; {_NORMS}"
@@ -131,8 +131,8 @@ def _train(tx: fs.Optimizer, params: Any, gradients: Sequence[Any], name: str, s
 def _check_update(update: Callable[..., fs.TrainState], before: fs.TrainState, grads: Any) -> fs.TrainState:
     """Update once, and assert what holds on each rank by itself."""
     after = fs.testing.check_pure(update, before, grads)
-    law = "the state has another structure, shape or dtype after an update; return a state as init makes it"
-    _assert_same(law, *(fs.tree_map(_without_values, state.opt_state) for state in (after, before)))
+    law = "the state has another structure, shape, dtype or NaN after an update; return a state as init makes it"
+    _assert_same(law, *(fs.tree_map(_mark_nan, state.opt_state) for state in (after, before)))
     law = "the same update twice has other bits; keep all state in the state"
     _assert_same(law, update(before, grads), after)
 
@@ -145,8 +145,9 @@ def _check_update(update: Callable[..., fs.TrainState], before: fs.TrainState, g
     return after
 
 
-def _without_values(leaf: Any) -> torch.Tensor:
-    return torch.zeros_like(torch.as_tensor(leaf))
+def _mark_nan(leaf: Any) -> torch.Tensor:
+    tensor = torch.as_tensor(leaf)
+    return tensor.isnan().to(tensor.dtype)
 
 
 def _assert_same(law: str, actual: Any, expected: Any, exact: bool = True) -> None:

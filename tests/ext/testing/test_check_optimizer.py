@@ -48,7 +48,7 @@ def with_state(first, change):
     )
 
 
-AS_INIT = "the state has another structure, shape or dtype after an update; return a state as init makes it"
+AS_INIT = "the state has another structure, shape, dtype or NaN after an update; return a state as init makes it"
 NORMS = "take norms and sums of whole leaves by fs.leaf_norms or fs.global_norm; tensors are this rank's parts"
 APART = f"check_optimizer: rank 0 of 2 under {{}} does not end where one rank does; {NORMS}: trees differ\n  ['{{}}']"
 WRONG = [
@@ -66,16 +66,12 @@ WRONG = [
     (transformation(scale_by_calls), "twice has other bits; keep all state in the state: trees differ\n  .params['v']"),
     (
         fs.GradientTransformation(lambda params: {"norm": torch.zeros(())}, lambda grads, state, params: (grads, {})),
-        "check_optimizer: the state has another structure, shape or dtype after an update; return a state as init "
-        "makes it: assert_trees_close: trees differ in structure\n  [0]['norm']: ",
+        f"check_optimizer: {AS_INIT}: assert_trees_close: trees differ in structure\n  [0]['norm']: ",
     ),
-    # A state that grows, one of another dtype, and one that is not finite while the parameters are.
+    # A state that grows, one of another dtype, and one that is NaN while the parameters are finite.
     (with_state(torch.zeros(1), lambda old: old.repeat(2)), f"{AS_INIT}: trees differ\n  [0]['s']: "),
     (with_state(torch.zeros(1), torch.Tensor.double), f"{AS_INIT}: trees differ\n  [0]['s']: "),
-    (
-        with_state(torch.zeros(1), lambda old: old / 0),
-        "check_optimizer: not all is finite: trees differ\n  ['state'][0]['s']: ",
-    ),
+    (with_state(torch.zeros(1), lambda old: old / 0), f"{AS_INIT}: trees differ\n  [0]['s']: "),
     # What depends on a rank, where it is whole.
     (
         transformation(lambda grad: grad * (1 + my_rank())),
@@ -84,7 +80,7 @@ WRONG = [
     # NaN is equal on all ranks.
     (
         transformation(lambda grad: grad * torch.nan),
-        "check_optimizer: not all is finite: trees differ\n  ['params']['v']: ",
+        "check_optimizer: not all is finite: trees differ\n  ['v']: ",
     ),
     (optimizer(lambda param, grad: param - grad), "TypeError: unsupported operand"),
     (
@@ -96,6 +92,12 @@ WRONG = [
         "check_optimizer: jitted, an update has other bits; compute by tensors alone: ",
     ),
 ]
+
+
+@pytest.mark.parametrize("first", (torch.tensor(torch.inf), torch.ones(2).to(torch.float8_e4m3fn)), ids=str)
+def test_a_state_may_hold_infinity_and_numbers_of_a_byte(first):
+    """As a loss that is the least one so far, and as moments that are kept small."""
+    check_optimizer(with_state(first, torch.clone), PARAMS, world_sizes=(1, 2))
 
 
 def test_ranks_are_compared_with_one_rank():
