@@ -185,7 +185,7 @@ def assert_matches_ddp(
     Args:
         train_step: Called with (state, batch); returns (state, objective).
         state: The state to start from, with parameters by name, as from `functionalize`.
-        batches: This rank's batches.
+        batches: This rank's batches, as many as those of each other rank.
         module: A module with the same initial parameters; it is copied, not changed.
         loss_fn: Called with (DDP module, batch); returns this rank's loss, whose mean over ranks is compared.
         optimizer: Makes the torch optimizer of the parameters. A pre-hook of its step may clip gradients.
@@ -226,12 +226,16 @@ def assert_matches_ddp(
     expect(dist.get_backend() != "threaded", _API_NAME, "ranks to be processes", "threads", "use spmd(f, Workers(n))")
     _check_kinds(train_step=train_step, state=state, module=module, loss_fn=loss_fn, optimizer=optimizer)
     ranks = ranks_of(mesh)
+    steps = list(batches)
+    counts = all_gather_object(len(steps), [ranks], _API_NAME)
+    # A rank with more would wait in DDP for the others.
+    expect(len(set(counts)) == 1, _API_NAME, "equally many batches on each rank", f"{counts!r:.100}")
     group = resolve_process_group(ranks.group_name)
     reference = DistributedDataParallel(copy.deepcopy(module), process_group=group, find_unused_parameters=True)
     torch_optimizer = optimizer(reference.parameters())
     initial = _copy_tensors(named_buffers(module))
     has_trained = False
-    for step, batch in enumerate(batches):
+    for step, batch in enumerate(steps):
         before = _copy_tensors(named_parameters(reference.module))
         expected = _step_of_ddp(reference, torch_optimizer, loss_fn(reference, batch), group)
         state_before = state

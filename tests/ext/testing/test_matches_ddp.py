@@ -172,6 +172,7 @@ def wrong_calls():
         ("batches", [], unchanged),
         ("batches", iter(()), unchanged),
         ("batches", [torch.full((5, 3), torch.nan, dtype=torch.float64)], unchanged),
+        ("batches", [normal(0)(5, 3)] * (1 + my_rank()), "equally many batches on each rank, got [1, 2]"),
         ("optimizer", optimizer(module.parameters(), lr=0.1), "optimizer to be a Callable, got a SGD"),
         ("optimizer", None, "optimizer to be a Callable, got None"),
         ("module", Sloped, "module to be a Module, got the class Sloped"),
