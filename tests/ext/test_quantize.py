@@ -138,3 +138,11 @@ def test_sums_are_off_by_at_most_half_a_step_of_each_rank(world_size, dtype):
                     steps = [bound(piece, block) for piece in pieces(grad, world_size, along)]
                     most = most + joined(steps, grad.double(), along)
                 assert ((total.double() - sum(grad.double() for grad in grads)).abs() <= most).all()
+
+
+@on_ranks(2)
+def test_sums_of_one_tree_are_refused():
+    params = fs.shard({"w": torch.ones(4)}, fs.zero3(one_axis(), layout=fs.quantize(one_axis())))
+    run = fs.accumulate(lambda p, x: fs.gather(p)["w"].sum(), reduction_order="tree")
+    with pytest.raises(ValueError, match=r'reduction_order="tree": expected fully_shard, .*, got Quantize'):
+        run(params, [0, 1])
