@@ -257,13 +257,15 @@ class _Claims(NamedTuple):
         self.add(f"{name} and start_{name}, or two calls: differing leaves", _count_differing(again, result))
         self.add(f"{name}'s inputs: leaves it wrote to", _count_differing(before, inputs))
         for new_states, old_states in zip(result[1:], states, strict=False):
-            unlike = sum(map(operator.ne, fs.tree_map(describe, new_states), fs.tree_map(describe, old_states)))
+            new_kinds = fs.tree_map(describe, new_states)
+            old_kinds = fs.tree_map(describe, old_states)
+            unlike = sum(map(operator.ne, new_kinds, old_kinds))
             self.add(f"{name}'s new states: leaves whose state has other shapes or dtypes than the old one", unlike)
         doubled = [2 * tensor for tensor in tensors]
         result_doubled = run(self.specs, doubled, *states)
-        separate = [
-            [*of_doubled, *of_tensors][::-1] for of_tensors, of_doubled in zip(result, result_doubled, strict=True)
-        ]
+        separate = []
+        for of_tensors, of_doubled in zip(result, result_doubled, strict=True):
+            separate.append([*of_doubled, *of_tensors][::-1])
         together = run(2 * self.specs[::-1], [*doubled, *tensors][::-1], *(2 * old[::-1] for old in states))
         path = f"{name} of all leaves twice: leaves that differ from single calls"
         # Their sums may round in another way where matrices of one shape are multiplied together.
