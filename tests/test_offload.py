@@ -114,3 +114,33 @@ def test_a_count_on_the_accelerator_divides_gradients_on_the_cpu():
         count = torch.tensor(2.0, device="cuda")
         assert divide(gradient, count).is_cpu
         divide_in_place([gradient], count)
+
+
+class Device:
+    """The streams of a device that is not the current one: an event that nothing else waits for than it is told to."""
+
+    device = torch.device("cuda:1")
+
+    def __init__(self):
+        self.waiting = []
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *_):
+        pass
+
+    def record_event(self):
+        return self
+
+    def wait(self, stream=None):
+        self.waiting.append(stream)
+
+
+def test_the_device_that_computes_waits_for_copies_also_if_it_is_not_the_current_one(monkeypatch):
+    copies = Device()
+    monkeypatch.setattr(fs.comm, "copy_stream", lambda _: copies)
+    monkeypatch.setattr(fs.comm, "keep_for_current", lambda *_: None)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: ("current", device))
+    fs.gather(make_state(fs.sgd(0.1)).params)
+    assert copies.waiting == [("current", Device.device)]

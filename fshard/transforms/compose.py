@@ -81,8 +81,8 @@ class _Composed(Container):
 
         def finish() -> Tensors:
             if started:
-                # Before the rows are read.
-                started.wait()
+                # Before the rows are read. By default that stream would wait which is current on the current device.
+                started.wait(torch.accelerator.current_stream(started.device))
             gathered = check_number(self.stages[sender], "gather", finish_sender(), specs)
             comm.keep_for_current(gathered, stream)
             for stage in self.stages[sender + 1 :]:
