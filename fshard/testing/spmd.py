@@ -328,7 +328,7 @@ class _Simulation:
         with suppress(OSError):
             self.computed = self._read_clock(rank)
         # A wait for a processor that goes on is not counted yet.
-        is_runnable = "State:\tR" in self._read_about_thread(rank, "status")
+        is_runnable = b"State:\tR" in self._read_about_thread(rank, "status")
         is_busy = is_runnable or self.computed > before + PATIENCE / 20
         # A rank that computes for ever leaves half of the time to the others.
         if not is_busy or time.monotonic() > self.began + self.timeout / 2:
@@ -344,11 +344,14 @@ class _Simulation:
             seconds += int(numbers[1]) / 1e10
         return seconds
 
-    def _read_about_thread(self, rank: int, name: str) -> str:
-        """Read what the kernel says of a rank's thread; some kernels say nothing."""
+    def _read_about_thread(self, rank: int, name: str) -> bytes:
+        """Read what the kernel says of a rank's thread; some kernels say nothing.
+
+        They say its name too, of which they keep so many bytes that its last letter may not be whole.
+        """
         with suppress(OSError):
-            return Path(f"/proc/self/task/{self.threads[rank].native_id}/{name}").read_text()
-        return ""
+            return Path(f"/proc/self/task/{self.threads[rank].native_id}/{name}").read_bytes()
+        return b""
 
     def _end_turn(self, rank: int) -> None:
         if self.current == rank:

@@ -308,9 +308,11 @@ def test_each_rank_draws_its_own_random_numbers(world, times, workers):
 
 
 def test_ranks_that_wait_for_each_other_by_locks_of_their_own_go_on():
+    """Also in a program whose name the kernel has cut inside of a letter; its threads inherit that."""
     barrier, events = threading.Barrier(3), [threading.Event() for _ in range(3)]
 
     def program():
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_bytes("обучение".encode()[:15])
         barrier.wait()
         events[my_rank()].set()
         events[my_rank() - 1].wait()
@@ -335,11 +337,11 @@ def test_a_rank_that_computes_keeps_its_turn(world, timeout, patience):
 def let_the_kernel_say(monkeypatch, computed, waited, state):
     """Which part of the time each rank has computed, which part it has waited for a processor, and what it does now."""
 
-    def read_text(path):
+    def read_bytes(path):
         counted = f"0 {int(waited * time.monotonic_ns())} 1"
-        return counted if path.name == "schedstat" else f"Name:\tR\nState:\t{state}"
+        return counted.encode() if path.name == "schedstat" else f"Name:\tR\nState:\t{state}".encode()
 
-    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
     monkeypatch.setattr(time, "clock_gettime", lambda clock: computed * time.monotonic())
 
 
