@@ -26,8 +26,8 @@ from fshard.errors import Problem, refuse
 from fshard.tree import Axis, Flat, flatten, is_sharded
 from fshard.tree.checks import is_reachable
 
-# The bytes of what ranks compare: one with the number of the first axis on which they are known to differ, or NO_AXIS,
-# and then a digest of their facts.
+# The bytes of what ranks compare: NO_AXIS and a digest of their facts. Ranks that are known to differ send one byte
+# instead, the number of the first axis on which they do.
 DIGEST_BYTES = 16
 NO_AXIS = 255
 # The name of the first fact of a call, which is the name of its function.
@@ -223,10 +223,7 @@ def _find_differing_axis(facts: Mapping[Axis, str], label: Label, failure_text: 
     first_axis = 0 if failure_text else NO_AXIS
     for number, (axis, text) in enumerate(facts.items()):
         # Ranks of the next axis must learn of a difference too, or they would not ask for texts with the others.
-        if first_axis == NO_AXIS:
-            known = _digest(text)
-        else:
-            known = bytes([first_axis]) + bytes(DIGEST_BYTES - 1)
+        known = _digest(text) if first_axis == NO_AXIS else bytes([first_axis])
         first_axis = recorder.spread(known, functools.partial(_merge_digests, number), axis, label, "a digest")[0]
     return first_axis
 
@@ -250,7 +247,7 @@ def _merge_digests(number: int, known: bytes, other: bytes) -> bytes:
     """Merge what two ranks know of the digests on the axis of a number: one digest, or the first axis that differs."""
     if known == other:
         return known
-    return bytes([min(known[0], other[0], number)]) + bytes(DIGEST_BYTES - 1)
+    return bytes([min(known[0], other[0], number)])
 
 
 def _find_first_difference(first: _FactsOfRank, other: _FactsOfRank) -> list[Problem]:
