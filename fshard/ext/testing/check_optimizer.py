@@ -57,9 +57,7 @@ def check_optimizer(
     """
     is_optimizer = isinstance(tx, fs.Optimizer | fs.GradientTransformation)
     expect(is_optimizer, "check_optimizer", "tx to be an Optimizer or a GradientTransformation", describe(tx))
-    problems = flatten(params).problems(
-        lambda leaf: None if isinstance(leaf, torch.Tensor) else (describe(leaf), "a full tensor")
-    )
+    problems = flatten(params).problems(_describe_misfit)
     refuse("check_optimizer: leaves are no tensors", problems, "keep other values out of the tree")
     expect(any(leaf.numel() for leaf in fs.tree_leaves(params)), "check_optimizer", "params with elements", "none")
     expect(
@@ -90,6 +88,10 @@ def check_optimizer(
             for rank, result in enumerate(results):
                 law = f"rank {rank} of {world_size} under {name} does not end where one rank does; {_NORMS}"
                 _assert_same(law, result[name], expected, exact=False)
+
+
+def _describe_misfit(leaf: Any) -> tuple[str, str] | None:
+    return None if isinstance(leaf, torch.Tensor) else (describe(leaf), "a full tensor")
 
 
 def _draw_gradients(params: Any, step: int) -> Any:

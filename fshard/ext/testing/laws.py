@@ -102,12 +102,16 @@ def _inner_products(transform: fs.ShardTransform, params: Any, seed: int) -> Any
     specs = [leaf.spec for leaf in params]
     # Clones, because a transform that writes to its arguments would look like one with a wrong transpose.
     gathered, _ = _run(transform, "gather", specs, [leaf.local.clone() for leaf in params])
-    cotangents = [draw_normal([full.shape], full.dtype, seed + i)[0] for i, full in enumerate(gathered)]
+    cotangents = []
+    for i, full in enumerate(gathered):
+        cotangents += draw_normal([full.shape], full.dtype, seed + i)
     scattered, _ = _run(transform, "scatter", specs, [y.clone() for y in cotangents], _first_states(params))
     rows = []
     for leaf, full, y, grad in zip(params, gathered, cotangents, scattered, strict=True):
         copies = math.prod(axis.size for axis in transform.axes if leaf.spec.dim_of(axis) is None)
-        rows.append([_dot(full, y), _dot(leaf.local, grad) / copies, _dot(full.abs(), y.abs())])
+        of_gather = _dot(full, y)
+        of_scatter = _dot(leaf.local, grad) / copies
+        rows.append([of_gather, of_scatter, _dot(full.abs(), y.abs())])
     return sum_over(torch.tensor(rows, dtype=torch.float64), transform.axes).tolist()
 
 
@@ -209,7 +213,8 @@ def check_transform(
     _, scatter_bytes = claims.add_call("scatter", grads, _first_states(params))
     distances = []
     for i, (result, leaf) in enumerate(zip(gathered, full, strict=True)):
-        distance = _largest(result - leaf.to(result.dtype)) / (_largest(leaf) or 1.0)
+        magnitude = _largest(leaf) or 1.0
+        distance = _largest(result - leaf.to(result.dtype)) / magnitude
         distances.append(distance)
         claims.add(f"gather of [{i}] of shape {tuple(leaf.shape)}: relative error", distance, error)
     remedy = "mend these in the transform, or state its error where it is lossy"
@@ -266,7 +271,9 @@ class _Claims(NamedTuple):
         separate = []
         for of_tensors, of_doubled in zip(result, result_doubled, strict=True):
             separate.append([*of_doubled, *of_tensors][::-1])
-        together = run(2 * self.specs[::-1], [*doubled, *tensors][::-1], *(2 * old[::-1] for old in states))
+        all_tensors = [*doubled, *tensors][::-1]
+        all_states = [2 * old[::-1] for old in states]
+        together = run(2 * self.specs[::-1], all_tensors, *all_states)
         path = f"{name} of all leaves twice: leaves that differ from single calls"
         # Their sums may round in another way where matrices of one shape are multiplied together.
         self.add(path, len(differing_leaves(list(map(list, together)), separate)))
