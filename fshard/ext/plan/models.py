@@ -175,6 +175,7 @@ class Estimate(NamedTuple):
             share a collective and fill it at depths that were not traced.
         flops: Floating-point operations.
         seconds: An estimate of the time, from stated rates.
+        waiting: Seconds among these in which the device waits for a link.
         agreement: Seconds of the host in which each call compares with other ranks; an estimate.
         sockets: Sockets that a rank opens.
     """
@@ -186,6 +187,7 @@ class Estimate(NamedTuple):
     collectives: int
     flops: int
     seconds: float
+    waiting: float
     agreement: float
     sockets: int
 
@@ -237,6 +239,7 @@ def estimate(
             collectives=len(planned.collectives()),
             flops=planned.flops,
             seconds=planned.seconds,
+            waiting=planned.waiting,
             agreement=planned.agreement,
             sockets=planned.sockets,
         )
