@@ -224,7 +224,9 @@ def _find_differing_axis(facts: Mapping[Axis, str], label: Label, failure_text: 
     for number, (axis, text) in enumerate(facts.items()):
         # Ranks of the next axis must learn of a difference too, or they would not ask for texts with the others.
         known = _digest(text) if first_axis == NO_AXIS else bytes([first_axis])
-        first_axis = recorder.spread(known, functools.partial(_merge_digests, number), axis, label, "a digest")[0]
+        merge = functools.partial(_merge_digests, number)
+        merged = recorder.spread(known, merge, axis, label, "a digest")
+        first_axis = merged[0]
     return first_axis
 
 

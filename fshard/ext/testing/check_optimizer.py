@@ -83,7 +83,7 @@ def check_optimizer(
             cause = error.__cause__
             raise cause if isinstance(cause, AssertionError) else error from None
         expected = expected or results[0]["ddp"]
-        _assert_same("not all is finite", expected["params"], fs.tree_map(torch.nan_to_num, expected["params"]))
+        _assert_same("parameters are not finite", expected["params"], fs.tree_map(torch.nan_to_num, expected["params"]))
         for name in results[0]:
             for rank, result in enumerate(results):
                 law = f"rank {rank} of {world_size} under {name} does not end where one rank does; {_NORMS}"

@@ -53,7 +53,7 @@ def assert_trees_close(
     equal_nan=True: NaN equals NaN.
 
     Args:
-        actual: Pytree of Sharded leaves, tensors, arrays or numbers.
+        actual: Pytree of Sharded leaves, tensors, arrays or numbers. A float of Python is one of float64.
         expected: A tree of the same structure.
         rtol: Relative tolerance; by default that of torch.testing.assert_close for the leaf's dtype.
         atol: Absolute tolerance; pass it if rtol is passed.

@@ -80,7 +80,7 @@ WRONG = [
     # NaN is equal on all ranks.
     (
         transformation(lambda grad: grad * torch.nan),
-        "check_optimizer: not all is finite: trees differ\n  ['v']: ",
+        "check_optimizer: parameters are not finite: trees differ\n  ['v']: ",
     ),
     (optimizer(lambda param, grad: param - grad), "TypeError: unsupported operand"),
     (
